@@ -1,0 +1,363 @@
+"""The control bus: ZeroMQ sockets under CURVE, where a peer is who its key says and nobody else is heard.
+
+Threads: the ZAP authenticator of pyzmq (one job: answer whether a key is on the allow-list). All sockets here belong to
+the thread that made them, except that an `OutputSender` belongs to the output pump that uses it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from phoenix_launch.errors import PhoenixError, ProtocolError, StartError, UsageError
+from phoenix_launch.messages import (
+    MAX_MESSAGE_BYTES,
+    NO_GENERATION,
+    PROTOCOL,
+    AgentBootstrap,
+    Body,
+    Envelope,
+    FromOutput,
+    Generation,
+    OutputEnvelope,
+    decode_envelope,
+    decode_output,
+    encode,
+)
+
+OUTPUT_QUEUE = 32  # chunks of at most 64 KiB at each end: what may be on its way to a slow terminal
+CONTROL_QUEUE = 2000
+_CONNECTION_EVENTS = zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+
+class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A CURVE key pair, both halves Z85 (40 characters)."""
+
+    public: str
+    secret: str
+
+
+def new_key_pair() -> KeyPair:
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def derived_key_pair(job_key: str, purpose: str) -> KeyPair:
+    """The key pair that every holder of PHOENIX_JOB_KEY can compute for a purpose ("supervisor", "join")."""
+    if len(job_key) < 32:
+        raise UsageError(
+            "PHOENIX_JOB_KEY is too short to protect a job",
+            hint="make one with `phoenix-run keygen`, give it to every host",
+        )
+    secret = z85.encode(hmac.digest(job_key.encode(), b"phoenix-run " + purpose.encode(), hashlib.sha256))
+    return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
+
+
+class PeerKind(enum.Enum):
+    AGENT = "agent"
+    STATUS = "status"  # may look
+    CONTROL = "control"  # may look, inject faults, stop
+    JOINER = "joiner"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Whom a key belongs to. `name` is the node's for an agent."""
+
+    kind: PeerKind
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    peer: Peer
+    route: bytes  # where an answer goes; says nothing about who the peer is
+    envelope: Envelope
+
+
+@dataclass(slots=True)
+class BusCounters:
+    """What was dropped since the start; `first_*` is kept for the one line that is logged about it."""
+
+    unauthorised: int = 0  # messages under a key that is not allowed (any more)
+    malformed: int = 0
+    first_malformed: str = ""
+    connections: Counter[zmq.Event] = field(default_factory=Counter)
+
+    @property
+    def strangers(self) -> int:
+        """Connections that went without having shown a key we know: wrong keys, and clients of no protocol at all.
+
+        libzmq tells of both only by the handshake that never succeeded. One that is under way is not counted.
+        """
+        unproven = self.connections[zmq.Event.ACCEPTED] - self.connections[zmq.Event.HANDSHAKE_SUCCEEDED]
+        return max(0, min(unproven, self.connections[zmq.Event.DISCONNECTED]))
+
+
+@dataclass(slots=True)
+class _AllowList:
+    """The credentials provider of pyzmq's authenticator. Read from its thread; a dict's get is atomic."""
+
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key.decode() in self.peers  # pyzmq passes it as Z85
+
+
+def _bracketed(address: str) -> str:
+    try:
+        return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+    except ValueError:
+        return address
+
+
+class SupervisorBus:
+    """The supervisor's end: a ROUTER for control, a PULL for worker output (owned by the console's thread after `start`)."""
+
+    def __init__(
+        self, job: str, keys: KeyPair, address: str, *, port: int = 0, ports: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Bind on `address`. `port`: exactly this one for control; else one of `ports` (low, high), else any.
+
+        Raises StartError when a port is in use or the address is not this machine's.
+        """
+        self.job = job
+        self.keys = keys
+        self.counters = BusCounters()
+        self.context = zmq.Context()
+        self._allowed = _AllowList()
+        self._routes: dict[str, bytes] = {}  # agent's name -> newest route
+        self._authenticator = ThreadAuthenticator(self.context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._allowed)
+        self.control: zmq.Socket[bytes] = self._server(zmq.ROUTER, CONTROL_QUEUE)
+        self.output: zmq.Socket[bytes] = self._server(zmq.PULL, OUTPUT_QUEUE)
+        self.monitor: zmq.Socket[bytes] = self.control.get_monitor_socket(int(_CONNECTION_EVENTS))
+        try:
+            self.control_endpoint = self._bind(self.control, address, port, ports)
+            self.output_endpoint = self._bind(self.output, address, 0, ports)
+        except BaseException:
+            self.close()
+            raise
+
+    def _server(self, kind: int, queue: int) -> zmq.Socket[bytes]:
+        socket = self.context.socket(kind)
+        socket.curve_server = True
+        socket.curve_secretkey = self.keys.secret.encode()
+        socket.curve_publickey = self.keys.public.encode()
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.linger = 0
+        socket.set_hwm(queue)
+        return socket
+
+    @staticmethod
+    def _bind(socket: zmq.Socket[bytes], address: str, port: int, ports: tuple[int, int]) -> str:
+        host = _bracketed(address)
+        socket.ipv6 = host.startswith("[")
+        try:
+            if port:
+                socket.bind(f"tcp://{host}:{port}")
+                return f"tcp://{host}:{port}"
+            if ports[0]:
+                bound = socket.bind_to_random_port(f"tcp://{host}", ports[0], ports[1] + 1, max_tries=200)
+                return f"tcp://{host}:{bound}"
+            socket.bind(f"tcp://{host}:*")
+            return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        except zmq.ZMQBindError:
+            raise StartError(
+                f"no free port between {ports[0]} and {ports[1]} on {address}", hint="give a wider --port-range"
+            ) from None
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise StartError(
+                    f"port {port} on {address} is in use", hint="choose another port, or leave it to phoenix-run"
+                ) from None
+            raise StartError(
+                f"cannot listen on {address}: {error}", hint="is this address one of this machine's? (--interface)"
+            ) from None
+
+    def allow(self, public_key: str, peer: Peer) -> None:
+        self._allowed.peers[public_key] = peer
+
+    def forbid(self, name: str) -> None:
+        """Nothing that an agent of this name says is heard any more (its open connection included)."""
+        for key, peer in list(self._allowed.peers.items()):
+            if peer == Peer(PeerKind.AGENT, name):
+                del self._allowed.peers[key]
+        self._routes.pop(name, None)
+
+    def receive(self) -> Received | None:
+        """The next good message without waiting; None when there is none. Bad ones are counted and dropped."""
+        while True:
+            try:
+                frames = self.control.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            received = self._checked(frames)
+            if received is not None:
+                return received
+
+    def _checked(self, frames: list[zmq.Frame]) -> Received | None:
+        try:
+            key = str(frames[-1].get("User-Id"))
+        except zmq.ZMQError:
+            key = ""
+        peer = self._allowed.peers.get(key)
+        if peer is None:
+            self.counters.unauthorised += 1
+            return None
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a message of {len(frames)} parts")
+            envelope = decode_envelope(frames[1].bytes, self.job)
+        except ProtocolError as error:
+            self.counters.malformed += 1
+            self.counters.first_malformed = (
+                self.counters.first_malformed or f"{error} (from {peer.kind.value} {peer.name})"
+            )
+            return None
+        route = frames[0].bytes
+        if peer.kind is PeerKind.AGENT:
+            self._routes[peer.name] = route
+        return Received(peer, route, envelope)
+
+    def drain_monitor(self) -> None:
+        """Take in what libzmq tells of connections that come and go."""
+        while self.monitor.poll(0):
+            self.counters.connections[zmq.Event(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])] += 1
+
+    def send(self, node: str, body: Body, generation: Generation) -> bool:
+        """To an agent. False when it was never heard of; a message may still get lost (wishes are repeated)."""
+        route = self._routes.get(node)
+        if route is None:
+            return False
+        self.answer(route, body, generation)
+        return True
+
+    def answer(self, route: bytes, body: Body, generation: Generation = NO_GENERATION) -> None:
+        data = encode(Envelope(PROTOCOL, self.job, generation, body))
+        try:
+            self.control.send_multipart([route, data], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return  # that peer's queue is full or it is gone: its heartbeat decides what that means
+
+    def decode_output(self, data: bytes) -> FromOutput | None:
+        try:
+            return decode_output(data, self.job)
+        except ProtocolError as error:
+            self.counters.malformed += 1
+            self.counters.first_malformed = self.counters.first_malformed or str(error)
+            return None
+
+    def close(self) -> None:
+        self.control.disable_monitor()
+        for socket in (self.monitor, self.control, self.output):
+            socket.close(0)
+        self._authenticator.stop()
+        self.context.destroy(0)
+
+
+class _Client:
+    """A CURVE client socket with its own context; closing it leaves nothing behind."""
+
+    def __init__(self, kind: int, endpoint: str, server_key: str, keys: KeyPair, queue: int) -> None:
+        self.context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self.context.socket(kind)
+        self.socket.curve_serverkey = server_key.encode()
+        self.socket.curve_publickey = keys.public.encode()
+        self.socket.curve_secretkey = keys.secret.encode()
+        self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+        self.socket.linger = 0
+        self.socket.ipv6 = "[" in endpoint
+        self.socket.reconnect_ivl = 50
+        self.socket.reconnect_ivl_max = 1000
+        self.socket.set_hwm(queue)
+        self.socket.connect(endpoint)
+
+    def close(self, linger: float = 0.0) -> None:
+        self.socket.close(int(linger * 1000))
+        self.context.term() if linger else self.context.destroy(0)
+
+
+class AgentLink(_Client):
+    """An agent's end of the control bus. `socket` is there to be polled."""
+
+    def __init__(self, bootstrap: AgentBootstrap) -> None:
+        keys = KeyPair(bootstrap.public_key, bootstrap.secret_key)
+        super().__init__(zmq.DEALER, bootstrap.control_endpoint, bootstrap.server_key, keys, CONTROL_QUEUE)
+        self.job = bootstrap.job
+        self.malformed = 0
+
+    def send(self, body: Body, generation: Generation) -> None:
+        """Never blocks: when the queue is full the message is dropped, the next report says the same anyway."""
+        try:
+            self.socket.send(encode(Envelope(PROTOCOL, self.job, generation, body)), zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+    def receive(self) -> Envelope | None:
+        """The next good message without waiting; None when there is none. Bad ones are counted and dropped."""
+        while True:
+            try:
+                return decode_envelope(self.socket.recv(zmq.NOBLOCK), self.job)
+            except zmq.Again:
+                return None
+            except ProtocolError:
+                self.malformed += 1
+
+
+class OutputSender(_Client):
+    """The output pump's end: carries workers' lines to the supervisor's console, blocking when that is slow."""
+
+    def __init__(self, bootstrap: AgentBootstrap) -> None:
+        keys = KeyPair(bootstrap.public_key, bootstrap.secret_key)
+        super().__init__(zmq.PUSH, bootstrap.output_endpoint, bootstrap.server_key, keys, OUTPUT_QUEUE)
+        self.job = bootstrap.job
+
+    def send(self, body: FromOutput, timeout: float) -> bool:
+        """False when the queue stayed full for `timeout` seconds."""
+        if not self.socket.poll(int(timeout * 1000), zmq.POLLOUT):
+            return False
+        try:
+            self.socket.send(encode(OutputEnvelope(PROTOCOL, self.job, body)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class ClientLink(_Client):
+    """A command's end (`status`, `stop`, `inject-fault`) and a joining host's: ask one thing, get one answer."""
+
+    def __init__(self, job: str, endpoint: str, server_key: str, keys: KeyPair, timeout: float) -> None:
+        super().__init__(zmq.DEALER, endpoint, server_key, keys, CONTROL_QUEUE)
+        self.job = job
+        self.timeout = timeout
+
+    def ask(self, body: Body) -> Body:
+        """Raises PhoenixError when there is no answer within the timeout."""
+        self.say(body)
+        answer = self.listen(self.timeout)
+        if answer is None:
+            raise PhoenixError(
+                f"the supervisor of job {self.job} does not answer", hint="it may have ended: see `phoenix-run jobs`"
+            )
+        return answer
+
+    def say(self, body: Body) -> None:
+        self.socket.send(encode(Envelope(PROTOCOL, self.job, NO_GENERATION, body)))
+
+    def listen(self, timeout: float) -> Body | None:
+        """The next message within `timeout` seconds, else None."""
+        if not self.socket.poll(int(timeout * 1000)):
+            return None
+        return decode_envelope(self.socket.recv(zmq.NOBLOCK), self.job).body

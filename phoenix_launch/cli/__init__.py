@@ -1,0 +1,45 @@
+"""The command line: finds the verb, which stands first or not at all; what goes wrong is one line and a hint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, load, usage_error
+from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `argv` is without the program's name."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words and words[0] in VERBS:
+            return _call(words[0], words[1:])
+        return _call(DEFAULT_VERB, words)
+    except PhoenixError as error:
+        print(error.show(), file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL_BASE + signal.SIGINT
+    except BrokenPipeError:
+        # `phoenix-run logs | head`: nobody reads any more, also not what the interpreter flushes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_SIGNAL_BASE + signal.SIGPIPE
+
+
+def _call(verb: str, words: list[str]) -> int:
+    command = load(verb)
+    name = "phoenix-run" if verb == DEFAULT_VERB else f"phoenix-run {verb}"
+    try:
+        with command.make_context(name, words) as context:
+            code = command.invoke(context)
+    except click.exceptions.Exit as ended:  # --help, --version
+        code = ended.exit_code
+    except click.UsageError as error:
+        raise usage_error(error, name, command) from None
+    sys.stdout.flush()
+    return code if isinstance(code, int) else EXIT_OK

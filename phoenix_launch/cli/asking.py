@@ -1,0 +1,49 @@
+"""How a verb talks to the supervisor of a running job, and what is known of one that does not run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from phoenix_launch.errors import PhoenixError
+from phoenix_launch.jobs import JobFolder, KeyKind, is_running
+from phoenix_launch.messages import Answer, Body, StatusReply, StatusRequest
+from phoenix_launch.settings import timeout
+from phoenix_launch.status import JobState, JobStatus, decode_status
+
+
+def ask(folder: JobFolder, kind: KeyKind, body: Body) -> Body:
+    """One question to the supervisor; raises PhoenixError when it does not answer, or answers no."""
+    from phoenix_launch.bus import ClientLink, KeyPair  # zmq is loaded only by verbs that need it
+
+    record = folder.read_record()
+    keys = folder.read_client_keys(kind)
+    pair = KeyPair(keys.public, keys.secret)
+    link = ClientLink(record.job, record.control_endpoint, record.server_key, pair, timeout("command"))
+    try:
+        answer = link.ask(body)
+    finally:
+        link.close()
+    if isinstance(answer, Answer) and not answer.ok:
+        raise PhoenixError(answer.text or f"the supervisor of job {record.job} refuses")
+    return answer
+
+
+def current_status(folder: JobFolder) -> JobStatus:
+    """From the supervisor while it lives, else what it left behind; orphaned when it left no last word."""
+    if folder.is_running():
+        try:
+            answer = ask(folder, "status", StatusRequest())
+        except PhoenixError:
+            if is_running(folder.read_record()):
+                raise
+        else:
+            if isinstance(answer, StatusReply):
+                return decode_status(answer.status)
+            raise PhoenixError(f"the supervisor of job {folder.job} answers something else than its status")
+    return last_status(folder)
+
+
+def last_status(folder: JobFolder) -> JobStatus:
+    """What is known of a job whose supervisor is gone."""
+    saved = folder.read_status() or JobStatus(job=folder.job, state=JobState.ORPHANED)
+    return saved if saved.state.final else msgspec.structs.replace(saved, state=JobState.ORPHANED)

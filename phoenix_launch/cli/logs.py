@@ -1,0 +1,114 @@
+"""The logs verb."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import click
+
+from phoenix_launch.cli.command import Command, job_argument
+from phoenix_launch.cli.log_sources import LocalLogs, RemoteLogs, Source
+from phoenix_launch.errors import EXIT_OK, PhoenixError, UsageError
+from phoenix_launch.jobs import JobNode, JobRecord, choose, jobs_root, wait_for_end
+from phoenix_launch.log_reader import POLL_SECONDS, STDERR, LogName
+from phoenix_launch.settings import timeout
+
+MOST_HOSTS: Final = 64  # that are asked at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class Printer:
+    """Puts lines where they were written to, stdout or stderr, labelled when there are several writers."""
+
+    labels: bool
+
+    def put(self, node: JobNode, name: LogName, line: bytes) -> None:
+        label = f"{node.name}:{name.label}| ".encode() if self.labels else b""
+        (sys.stderr if name.stream == STDERR else sys.stdout).buffer.write(label + line)
+
+    def flush(self) -> None:
+        sys.stdout.buffer.flush()
+        sys.stderr.buffer.flush()
+
+
+def logs(job: str, rank: str, node: str, follow: bool) -> int:
+    """Show what the workers of a job wrote.
+
+    Generation after generation, each process's stdout before its stderr; --follow shows new lines until the job ends.
+    """
+    folder = choose(jobs_root(os.environ), job)
+    record = folder.read_record()
+    if rank and not rank.isdecimal():
+        raise UsageError(f"--rank {rank!r}: must be a whole number from 0", hint="ranks as in `phoenix-run status`")
+    nodes = _nodes(record, node)
+    printer = Printer(labels=not rank and _several(record))
+    following = follow and folder.is_running()
+    ssh = str(record.settings.get("ssh", "ssh"))
+    wanted = str(int(rank)) if rank else ""
+    sources: list[Source] = []
+    try:
+        for known in nodes:
+            local = not known.host
+            sources.append(LocalLogs(known, wanted) if local else RemoteLogs(known, wanted, ssh, follow=following))
+        _follow(sources, record, printer) if following else _once(sources, printer)
+    finally:
+        failed = [source.node.name for source in sources if not source.close()]
+    if failed:
+        raise PhoenixError(f"the logs of {', '.join(failed)} could not be read", hint="ssh says why above")
+    return EXIT_OK
+
+
+def _nodes(record: JobRecord, node: str) -> list[JobNode]:
+    nodes = [known for known in record.nodes if node in ("", known.name, str(known.index))]
+    if not nodes:
+        names = ", ".join(known.name for known in record.nodes)
+        raise UsageError(f"job {record.job} has no node {node}", hint=f"its nodes: {names}")
+    kept = [known for known in nodes if known.log_folder]
+    if not kept:
+        raise PhoenixError(f"job {record.job} keeps no log files", hint="it was started with --log-dir /dev/null")
+    if sum(bool(known.host) for known in kept) > MOST_HOSTS:
+        raise UsageError(f"the logs of {len(kept)} hosts are too many at once", hint="say which one: --node N")
+    return kept
+
+
+def _several(record: JobRecord) -> bool:
+    """Whether more than one process of the job writes."""
+    return len(record.nodes) > 1 or str(record.settings.get("nproc_per_node", "1")) != "1"
+
+
+def _once(sources: Sequence[Source], printer: Printer) -> None:
+    def lines(source: Source) -> Iterator[tuple[JobNode, LogName, bytes]]:
+        return ((source.node, name, line) for name, line in source.once())
+
+    for node, name, line in heapq.merge(*map(lines, sources), key=lambda entry: entry[1].order):
+        printer.put(node, name, line)
+    printer.flush()
+
+
+def _follow(sources: Sequence[Source], record: JobRecord, printer: Printer) -> None:
+    interval = POLL_SECONDS if record.hostname == socket.gethostname() else timeout("probe")
+    ended = False
+    while not ended:
+        ended = wait_for_end(record, interval)
+        for source in sources:
+            for name, line in source.finish() if ended else source.poll():
+                printer.put(source.node, name, line)
+        printer.flush()
+
+
+command = Command(
+    "logs",
+    logs,
+    [
+        job_argument(),
+        click.Option(["--rank"], metavar="R", default="", help="Only this rank, wherever it ran."),
+        click.Option(["--node"], metavar="N", default="", help="Only this node: its index or its name."),
+        click.Option(["--follow"], is_flag=True, help="Show new lines until the job ends."),
+    ],
+)

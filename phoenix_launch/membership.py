@@ -1,0 +1,524 @@
+"""Who belongs to a job and what every node has to make true: a pure state machine, (state, event, now) -> (state, actions).
+
+No I/O, no clock, no threads. Nodes are told wishes (`wish_for`), not commands: a wish may be repeated, come late or not at
+all, and a report is the whole state of its node, so lost and doubled messages need no special care. Every generation
+is a (term, n); whatever speaks of an older one is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phoenix_launch import placement
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
+from phoenix_launch.job_state import SIGTERM, Ended, Endpoint, Member, NodeState, Outcome, Phase, Rules, State, how
+from phoenix_launch.messages import Generation, NodeReport, PlanPhase
+from phoenix_launch.placement import Candidate, RankPlace, Seat
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A node passed its preflight (for the first time, or again after it was lost: then it is a spare node)."""
+
+    index: int
+    name: str
+    domain: str
+    slots: int
+    incarnation: str
+    spare: bool = False
+    group_rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    index: int
+    report: NodeReport
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelClosed:
+    """The ssh session ended and says nothing about the node: one probe decides."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnded:
+    """The node's guardian is known to have ended, and with it everything there; or the agent said farewell."""
+
+    index: int
+    incarnation: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """Something outside this machine decides the end (preflight of a start that cannot work ...)."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ClockLate:
+    """The supervisor itself was stopped for this long: nobody else is to blame for it."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    pass
+
+
+Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | ClockLate | Ticked
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultFound:
+    """For the journal and the screen. kind: "worker", "node"."""
+
+    kind: str
+    node: int
+    ranks: tuple[int, ...]
+    detail: str
+    cause: Ended | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBegun:
+    """moved: ranks that are on another node than before, (rank, from node, to node)."""
+
+    generation: Generation
+    moved: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRuns:
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForNode:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Nothing of this incarnation may go on: it is told to leave whenever it is heard of."""
+
+    index: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relaunch:
+    """Try to start the node's agent again; if it comes it is a spare node."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    outcome: Outcome
+
+
+Action = FaultFound | GenerationBegun | GenerationRuns | WaitingForNode | Fence | Relaunch | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one node has to make true; the supervisor turns it into a NodePlan."""
+
+    generation: Generation
+    phase: PlanPhase
+    places: tuple[RankPlace, ...] = ()
+    host_store: bool = False
+    store_port: int = 0
+    signal: int = SIGTERM
+    grace: float = 0.0
+
+
+def start(rules: Rules, term: int, now: float) -> State:
+    """The state of a job that nobody joined yet. Its first generation will be (term, 1)."""
+    return State(rules=rules, generation=Generation(term, 0), since=now)
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+    """One transition. Never raises for anything a peer may have said."""
+    if state.phase is Phase.FINISHED:
+        return state, ()
+    work = _Transition(state, now)
+    work.take(event)
+    work.settle()
+    return work.state, tuple(work.actions)
+
+
+def wish_for(state: State, index: int) -> Wish:
+    """What node `index` has to make true now."""
+    member = state.members[index]
+    generation = state.generation
+    grace = state.rules.shutdown_timeout
+    if not member.alive or state.phase in (Phase.LEAVING, Phase.FINISHED):
+        return Wish(generation, PlanPhase.LEAVE)
+    if state.phase is Phase.STOPPING:
+        return Wish(generation, PlanPhase.STOP, signal=state.signal, grace=state.grace)
+    if state.phase in (Phase.QUIESCING, Phase.WAITING):
+        hosts_store = state.phase is Phase.QUIESCING and index == state.store_node
+        port = state.rules.master_port if generation.n == state.first else 0
+        return Wish(generation, PlanPhase.QUIESCE, host_store=hosts_store, store_port=port, grace=grace)
+    if state.phase is Phase.RUNNING:
+        places = tuple(place for place in state.places if place.node == index)
+        if places or index == state.store_node:
+            return Wish(generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace)
+    return Wish(generation, PlanPhase.PARK)
+
+
+def fulfilled(state: State, index: int) -> bool:
+    """Whether the node's last report shows that its wish came true (else it is told again)."""
+    wish, member = wish_for(state, index), state.members[index]
+    if wish.phase is PlanPhase.QUIESCE:
+        return member.quiesced >= wish.generation and (not wish.host_store or state.store is not None)
+    if wish.phase is PlanPhase.RUN:
+        return member.applied >= wish.generation
+    if wish.phase is PlanPhase.STOP:
+        return member.live == 0
+    return wish.phase is PlanPhase.PARK or member.left
+
+
+class _Transition:
+    """One step under way: the state so far and the actions it brought."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    # --- what each event does ---
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                self._admit(event)
+            case Reported(index, report):
+                self._report(index, report)
+            case ChannelClosed(index):
+                member = self.state.members.get(index)
+                if member is not None and member.state in (NodeState.READY, NodeState.STARTING):
+                    self._update(index, state=NodeState.SUSPECT, suspect_since=self.now)
+            case AgentEnded(index, incarnation, detail):
+                self._agent_ended(index, incarnation, detail)
+            case StopAsked(signal):
+                self._stop(signal)
+            case GaveUp(outcome):
+                if self.state.phase is not Phase.LEAVING:
+                    self._leave(outcome)
+            case ClockLate(seconds):
+                for index, member in self.state.members.items():
+                    self._update(index, heard=member.heard + seconds, suspect_since=member.suspect_since + seconds)
+                self.state = replace(self.state, since=self.state.since + seconds)
+            case Ticked():
+                pass
+
+    def _admit(self, event: Admitted) -> None:
+        known = self.state.members.get(event.index)
+        if known is not None and (known.alive or known.incarnation == event.incarnation):
+            return  # said twice, or a second agent for a node that has one: the first stays
+        if known is not None and known.failures > self.state.rules.max_failures_per_host:
+            return
+        began = self.state.phase is not Phase.STARTING
+        member = Member(
+            index=event.index, name=event.name, domain=event.domain, slots=event.slots, incarnation=event.incarnation,
+            spare=event.spare or began, group_rank=event.group_rank, heard=self.now,
+            failures=known.failures if known else 0,
+        )  # fmt: skip
+        self.state = replace(self.state, members={**self.state.members, event.index: member})
+
+    def _report(self, index: int, report: NodeReport) -> None:
+        member = self.state.members.get(index)
+        if member is None or member.incarnation != report.incarnation or not member.alive or report.seq <= member.seq:
+            return
+        state = member.state
+        if state is NodeState.SUSPECT or (state is NodeState.STARTING and report.prepared):
+            state = NodeState.READY if report.prepared else NodeState.STARTING
+        self._update(
+            index, state=state, heard=self.now, seq=report.seq, parked=report.parked, quiesced=report.quiesced,
+            applied=report.applied, live=sum(1 for r in report.ranks if r.exit is None),
+        )  # fmt: skip
+        if report.complaint:
+            self._lose(index, report.complaint)
+            return
+        current = self.state.generation
+        if report.store is not None and report.store.generation == current and index == self.state.store_node:
+            self._store_told(report.store.address, report.store.port, report.store.error)
+        for rank in report.ranks:
+            if rank.exit is not None and rank.generation == current and rank.rank not in self.state.ended:
+                ended = Ended(rank=rank.rank, node=index, at=self.now - max(0.0, rank.exit.age), report=rank.exit)
+                self.state = replace(self.state, ended={**self.state.ended, rank.rank: ended})
+
+    def _store_told(self, address: str, port: int, error: str) -> None:
+        if not error:
+            self.state = replace(self.state, store=Endpoint(address, port))
+        elif self.state.phase is Phase.QUIESCING and self.state.store is None:
+            self._leave(
+                Outcome(
+                    exit_code=EXIT_WORKER_FAILED, text=f"the store of {self.state.generation} cannot start: {error}",
+                    hint="choose another --master-port, or leave it to phoenix-run",
+                )
+            )  # fmt: skip
+
+    def _agent_ended(self, index: int, incarnation: str, detail: str) -> None:
+        member = self.state.members.get(index)
+        if member is None or member.incarnation != incarnation or member.left:
+            return
+        if self.state.phase is Phase.LEAVING:
+            self._update(index, left=True, live=0)
+        elif member.alive:
+            self._lose(index, detail or "its agent ended")
+
+    def _stop(self, signal: int) -> None:
+        """The first request passes its signal on and waits; each further one only shortens the wait."""
+        state = self.state
+        if state.phase is Phase.LEAVING:
+            return
+        if state.phase is Phase.STOPPING:
+            left = max(0.0, state.since + state.grace - self.now)
+            grace = min(left, 3.0) if state.grace > 3.0 else 0.0
+            self.state = replace(state, grace=self.now - state.since + grace)
+            return
+        outcome = Outcome(exit_code=EXIT_SIGNAL_BASE + signal, text=f"stopped by signal {signal}")
+        if any(member.alive for member in state.members.values()) and state.phase is not Phase.STARTING:
+            self._enter(Phase.STOPPING, outcome=outcome, signal=signal, grace=state.rules.shutdown_timeout)
+        else:
+            self._leave(outcome)
+
+    # --- what follows from the state, whatever the event was ---
+
+    def settle(self) -> None:
+        """Find lost nodes, then move from phase to phase until nothing more follows."""
+        self._find_lost()
+        for _ in range(len(Phase)):  # each turn moves on at least one phase; the bound is a guard, not a tuning
+            before = self.state.phase
+            match before:
+                case Phase.STARTING:
+                    self._settle_starting()
+                case Phase.QUIESCING:
+                    self._settle_quiescing()
+                case Phase.RUNNING:
+                    self._settle_running()
+                case Phase.WAITING:
+                    self._settle_waiting()
+                case Phase.STOPPING:
+                    self._settle_stopping()
+                case Phase.LEAVING:
+                    self._settle_leaving()
+                case Phase.FINISHED:
+                    return
+            if self.state.phase is before:
+                return
+
+    def _find_lost(self) -> None:
+        rules = self.state.rules
+        for index, member in list(self.state.members.items()):
+            if not member.alive:
+                continue
+            if self.now - member.heard > rules.heartbeat_timeout:
+                self._lose(index, f"not heard of for {rules.heartbeat_timeout:g} s")
+            elif member.state is NodeState.SUSPECT and self.now - member.suspect_since > rules.probe_timeout:
+                self._lose(index, "its connection closed and it does not answer")
+
+    def _settle_starting(self) -> None:
+        rules, candidates = self.state.rules, self._candidates()
+        training = [c for c in candidates if not c.spare]
+        late = self.now - self.state.since > rules.join_timeout
+        if len(training) >= rules.seats_max or (late and len(candidates) >= rules.seats_min):
+            lineup = placement.first_lineup(candidates, min(rules.seats_max, len(candidates)))
+        elif self._starting_spares_must_help(training, candidates):
+            lineup = placement.first_lineup(candidates, rules.seats_max)
+        else:
+            lineup = None
+        if lineup is not None:
+            self._begin(lineup)
+        elif late:
+            self._leave(self._too_few(candidates))
+
+    def _starting_spares_must_help(self, training: list[Candidate], candidates: list[Candidate]) -> bool:
+        """A training node was lost before the start: no use waiting for it when a spare node is ready."""
+        gone = [m for m in self.state.members.values() if not m.alive and not m.spare]
+        return bool(gone) and len(training) + len(gone) >= self.state.rules.seats_max <= len(candidates)
+
+    def _too_few(self, candidates: list[Candidate]) -> Outcome:
+        names = ", ".join(m.name for m in self.state.members.values() if m.usable) or "none"
+        return Outcome(
+            exit_code=EXIT_WORKER_FAILED,
+            text=f"{len(candidates)} of {self.state.rules.seats_min} nodes came within "
+            f"{self.state.rules.join_timeout:g} s (here: {names})",
+            hint="start the same command on the other hosts, or raise join_timeout in --rdzv-conf",
+        )
+
+    def _settle_quiescing(self) -> None:
+        state = self.state
+        if self._seat_empty():
+            self._refill()
+            return
+        alive = [m for m in state.members.values() if m.alive]
+        seated = {seat.node for seat in state.lineup}
+        slow = [m for m in alive if m.quiesced < state.generation and (m.index in seated or m.live)]
+        if not slow and state.store is not None:
+            self._enter(Phase.RUNNING)
+            self.actions.append(GenerationRuns(state.generation))
+        elif self.now - state.since > state.rules.shutdown_timeout + state.rules.teardown_timeout:
+            for member in slow or [state.members[state.store_node]]:
+                self._lose(member.index, "did not end its old workers in time" if slow else "its store did not start")
+            if self._seat_empty():
+                self._refill()
+            else:
+                self._begin(state.lineup)
+
+    def _settle_running(self) -> None:
+        state = self.state
+        failed = [ended for ended in state.ended.values() if ended.report.code != 0]
+        if failed:
+            self._worker_failed(min(failed, key=lambda ended: (ended.at, ended.rank)))
+        elif len(state.ended) == len(state.places):
+            self._leave(Outcome(exit_code=EXIT_OK, text="finished"))
+        elif self._seat_empty():
+            self._refill()
+
+    def _worker_failed(self, cause: Ended) -> None:
+        state = self.state
+        self.actions.append(
+            FaultFound(kind="worker", node=cause.node, ranks=(cause.rank,), detail=how(cause.report.code), cause=cause)
+        )
+        if state.restarts_used >= state.rules.max_restarts:
+            text = f"rank {cause.rank} on {state.members[cause.node].name} {how(cause.report.code)}"
+            outcome = Outcome(exit_code=EXIT_WORKER_FAILED, text=text, cause=cause)
+            self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=state.rules.shutdown_timeout)
+            return
+        self.state = replace(state, restarts_used=state.restarts_used + 1)
+        if self._seat_empty():
+            self._refill()
+        else:
+            self._begin(state.lineup)
+
+    def _settle_waiting(self) -> None:
+        if not self._seat_empty():
+            self._begin(self.state.lineup)  # cannot happen by itself: a lost node never becomes alive again as it was
+            return
+        refilled = placement.refilled(self.state.lineup, self._candidates())
+        if refilled is not None:
+            self._begin(refilled)
+        elif self.now - self.state.since > self.state.rules.spare_timeout:
+            names = ", ".join(m.name for m in self._missing())
+            outcome = Outcome(
+                exit_code=EXIT_DO_NOT_REQUEUE,
+                text=f"{names} lost and no spare node came within {self.state.rules.spare_timeout:g} s",
+                hint="give the job spare nodes (--spares), or start it again without that host",
+            )
+            self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=self.state.rules.shutdown_timeout)
+
+    def _settle_stopping(self) -> None:
+        state = self.state
+        assert state.outcome is not None
+        self._earlier_cause()
+        over = self.now - state.since > state.grace + state.rules.teardown_timeout
+        if over or all(m.live == 0 for m in state.members.values() if m.alive):
+            self._leave(self.state.outcome or state.outcome)
+
+    def _earlier_cause(self) -> None:
+        """The first report of a failure need not be that of the first failure: a later report with an older date wins."""
+        outcome = self.state.outcome
+        if outcome is None or outcome.cause is None:
+            return
+        began, cause = self.state.since, outcome.cause
+        for ended in self.state.ended.values():
+            if ended.report.code != 0 and ended.at < min(cause.at, began):
+                cause = ended
+        if cause is not outcome.cause:
+            text = f"rank {cause.rank} on {self.state.members[cause.node].name} {how(cause.report.code)}"
+            self.state = replace(self.state, outcome=replace(outcome, text=text, cause=cause))
+
+    def _settle_leaving(self) -> None:
+        state = self.state
+        assert state.outcome is not None
+        over = self.now - state.since > state.rules.teardown_timeout
+        if over or not any(member.alive for member in state.members.values()):
+            self._enter(Phase.FINISHED)
+            self.actions.append(Finished(state.outcome))
+
+    # --- pieces ---
+
+    def _update(self, index: int, **changes: object) -> None:
+        member = replace(self.state.members[index], **changes)  # type: ignore[arg-type]
+        self.state = replace(self.state, members={**self.state.members, index: member})
+
+    def _enter(self, phase: Phase, **changes: object) -> None:
+        self.state = replace(self.state, phase=phase, since=self.now, **changes)  # type: ignore[arg-type]
+
+    def _leave(self, outcome: Outcome) -> None:
+        self._enter(Phase.LEAVING, outcome=outcome)
+
+    def _candidates(self) -> list[Candidate]:
+        return [
+            Candidate(index=m.index, domain=m.domain, slots=m.slots, group_rank=m.group_rank, spare=m.spare)
+            for m in self.state.members.values()
+            if m.usable
+        ]
+
+    def _missing(self) -> list[Member]:
+        """Nodes of the line-up that are gone and whose ranks had not all ended well."""
+        state = self.state
+        unfinished = {p.node for p in state.places if p.rank not in state.ended or state.ended[p.rank].report.code}
+        return [m for m in state.members.values() if not m.alive and m.index in unfinished]
+
+    def _seat_empty(self) -> bool:
+        return bool(self._missing())
+
+    def _lose(self, index: int, detail: str) -> None:
+        member = self.state.members[index]
+        if not member.alive:
+            return
+        ranks = tuple(p.rank for p in self.state.places if p.node == index and p.rank not in self.state.ended)
+        self._update(index, state=NodeState.LOST, live=0, failures=member.failures + 1)
+        self.actions.append(Fence(index, member.incarnation))
+        if self.state.phase in (Phase.LEAVING, Phase.STOPPING):
+            return
+        self.actions.append(FaultFound(kind="node", node=index, ranks=ranks, detail=detail))
+        if member.failures + 1 <= self.state.rules.max_failures_per_host:
+            self.actions.append(Relaunch(index))
+
+    def _refill(self) -> None:
+        """Give the empty seats to spare nodes; else shrink if the user allowed it; else wait for a host."""
+        state, candidates = self.state, self._candidates()
+        lineup = placement.refilled(state.lineup, candidates)
+        if lineup is None and state.rules.elastic:
+            lineup = placement.shrunk(state.lineup, candidates, state.rules.seats_min)
+        if lineup is not None:
+            self._begin(lineup)
+            return
+        names = ", ".join(m.name for m in self._missing())
+        self._enter(Phase.WAITING, generation=state.generation.following(), store=None, store_node=-1)
+        self.actions.append(WaitingForNode(f"no spare node for {names}: waiting up to {state.rules.spare_timeout:g} s"))
+
+    def _begin(self, lineup: tuple[Seat, ...]) -> None:
+        """Start the next generation: everything older ends, its store starts on a live node of the line-up."""
+        state = self.state
+        generation = state.generation.following()
+        before = {place.rank: place.node for place in state.places}
+        self._enter(
+            Phase.QUIESCING, generation=generation, lineup=lineup, store=None, store_node=lineup[0].node, ended={},
+            first=state.first if state.lineup else generation.n,
+        )  # fmt: skip
+        moved = tuple(
+            (p.rank, before[p.rank], p.node) for p in self.state.places if before.get(p.rank, p.node) != p.node
+        )
+        self.actions.append(GenerationBegun(generation, moved))

@@ -1,0 +1,113 @@
+"""The progress page: a small mapping through which a worker says where it is, readable even when the worker hangs."""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Final
+
+PAGE_BYTES: Final = 4096
+LAYOUT: Final = 1  # at offset 0, so that two versions of us never misread each other
+
+# 64-bit words, each stored by one aligned store; the words after them up to PAGE_BYTES are reserved.
+_LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS = range(6)
+_READ_TRIES: Final = 100
+
+
+class Phase(enum.IntEnum):
+    """What a worker is doing, as far as it says so."""
+
+    STARTING = 0
+    TRAINING = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a page says. `reports` counts how often it was written: a count that stands still is a worker that hangs."""
+
+    step: int = -1  # -1: never said
+    phase: int = Phase.STARTING
+    loss: float = float("nan")
+    tokens: int = 0
+    reports: int = 0
+
+
+class ProgressPage:
+    """One page with one writer and any number of readers.
+
+    The writer makes the sequence word odd, stores, and makes it even again; a reader reads again when it was odd or has
+    moved. A writer killed in between leaves it odd for ever, so a reader gives up after some tries and takes what is
+    there: every single word is whole, they may belong to two neighbouring reports.
+    """
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self._signed = memoryview(mapping).cast("q")
+        self._real = memoryview(mapping).cast("d")
+
+    @classmethod
+    def create(cls) -> tuple[int, ProgressPage]:
+        """A fresh page and its memfd (close-on-exec, the caller's to close), sealed so that nobody can cut it short."""
+        descriptor = os.memfd_create("phoenix-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, PAGE_BYTES)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            page = cls(mmap.mmap(descriptor, PAGE_BYTES))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        page._write(Progress())
+        page._signed[_SEQUENCE] = 0
+        page._signed[_LAYOUT] = LAYOUT
+        return descriptor, page
+
+    @classmethod
+    def attach(cls, path: str) -> ProgressPage:
+        """Map the page behind a path such as /proc/PID/fd/N. Raises OSError, or ValueError if it is no page of ours."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != PAGE_BYTES:
+                raise ValueError(f"{path} is no progress page: {os.fstat(descriptor).st_size} bytes, not {PAGE_BYTES}")
+            page = cls(mmap.mmap(descriptor, PAGE_BYTES))
+        finally:
+            os.close(descriptor)
+        if page._signed[_LAYOUT] != LAYOUT:
+            page.close()
+            raise ValueError(f"{path} is no progress page of layout {LAYOUT}")
+        return page
+
+    def write(self, progress: Progress) -> None:
+        """Store a report; its `reports` is counted here, not taken over."""
+        sequence = self._signed[_SEQUENCE] | 1
+        self._signed[_SEQUENCE] = sequence
+        self._write(progress)
+        self._signed[_SEQUENCE] = sequence + 1
+
+    def read(self) -> Progress:
+        progress = Progress()
+        for _ in range(_READ_TRIES):
+            before = self._signed[_SEQUENCE]
+            progress = Progress(
+                step=self._signed[_STEP],
+                phase=self._signed[_PHASE],
+                loss=self._real[_LOSS],
+                tokens=self._signed[_TOKENS],
+                reports=before // 2,
+            )
+            if before % 2 == 0 and before == self._signed[_SEQUENCE]:
+                break
+        return progress
+
+    def close(self) -> None:
+        self._signed.release()
+        self._real.release()
+        self._mapping.close()
+
+    def _write(self, progress: Progress) -> None:
+        self._signed[_STEP] = progress.step
+        self._signed[_PHASE] = progress.phase
+        self._real[_LOSS] = progress.loss
+        self._signed[_TOKENS] = progress.tokens

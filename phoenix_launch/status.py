@@ -1,0 +1,93 @@
+"""The document of `phoenix-run status --json`, schema 1: a job, its nodes, its ranks; fields are only ever added."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+
+from phoenix_launch.errors import PhoenixError
+
+SCHEMA: Final = 1
+
+
+class JobState(enum.Enum):
+    STARTING = "starting"
+    RUNNING = "running"
+    SWAPPING = "swapping"
+    PARKED = "parked"  # it needs a host or a supervisor to go on
+    FINISHED = "finished"
+    FAILED = "failed"
+    ORPHANED = "orphaned"  # its supervisor is gone and did not say how it ended
+
+    @property
+    def final(self) -> bool:
+        return self in (JobState.FINISHED, JobState.FAILED)
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    name: str
+    role: str  # training, spare
+    state: str  # starting, ready, suspect, lost, drained
+    spares: int  # processes parked there, ready to become any rank
+    host: str = ""  # empty: simulated
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    node: str  # the node's name
+    pid: int | None
+    state: str  # starting, parked, running, quiescing, restoring, gone
+    step: int | None = None  # null: it does not say
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    from_node: str
+    to_node: str
+    source: str = ""
+
+
+class SwapStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The last change of the map rank -> process, in seconds."""
+
+    rung: int
+    lost_ranks: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
+    resumed_step: int | None = None
+    lost_steps: int | None = None
+    phases: dict[str, float] = {}
+    total: float | None = None
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int = SCHEMA
+    job: str
+    state: JobState
+    term: int = 1
+    generation: int = 0
+    step: int | None = None
+    goodput: float | None = None
+    redundancy: str | None = None
+    exit_code: int | None = None
+    nodes: tuple[NodeStatus, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
+    last_swap: SwapStatus | None = None
+    reason: str = ""  # one line of why it ended as it did
+    restarts: int = 0  # of --max-restarts
+
+
+def encode_status(status: JobStatus) -> bytes:
+    return msgspec.json.encode(status)
+
+
+def decode_status(data: bytes | str) -> JobStatus:
+    """Raises PhoenixError for anything else than such a document; fields of later versions are left out."""
+    try:
+        return msgspec.json.decode(data, type=JobStatus)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise PhoenixError(
+            f"the status cannot be read: {error}", hint="was the job started by another version of phoenix-run?"
+        ) from None

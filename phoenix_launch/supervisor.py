@@ -1,0 +1,326 @@
+"""The supervisor's loop: it carries what peers, processes, signals and the clock say into the state machine, and its
+decisions out again. It decides nothing itself.
+
+Threads: this loop; the console (`console.py`); the bus's authenticator (`bus.py`).
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from phoenix_launch import drills, membership
+from phoenix_launch.bus import Peer, PeerKind, Received, SupervisorBus
+from phoenix_launch.chronicle import Chronicle
+from phoenix_launch.clock import OwnClock
+from phoenix_launch.console import Console, StreamKey
+from phoenix_launch.drills import DrillPlan
+from phoenix_launch.environment import JobIdentity
+from phoenix_launch.errors import PhoenixError
+from phoenix_launch.job_state import NodeState, Outcome, Phase, State
+from phoenix_launch.membership import Action, Event, Wish
+from phoenix_launch.messages import (
+    Answer,
+    Body,
+    Drill,
+    DrillKind,
+    Farewell,
+    FaultRequest,
+    Hello,
+    JobEnded,
+    JoinRequest,
+    NodePlan,
+    NodeReport,
+    PlanPhase,
+    Prepare,
+    ProbeReport,
+    Remark,
+    ReportAck,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
+from phoenix_launch.muster import Muster, Recruit
+from phoenix_launch.plans import node_plan
+from phoenix_launch.settings import timeout
+from phoenix_launch.status import encode_status
+
+TICK = 0.25  # seconds between looks at the deadlines when nothing happens
+
+
+class SignalPipe:
+    """Signals as bytes on a pipe, so that the loop waits for them as for everything else. A context manager."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._signals = [signal.Signals[name] for name in names]
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> SignalPipe:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        for number in self._signals:
+            self._before[number] = signal.signal(number, lambda *_: None)
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._read.close()
+        self._write.close()
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def take(self) -> list[int]:
+        try:
+            return [number for number in self._read.recv(256) if number in self._signals]
+        except BlockingIOError:
+            return []
+
+
+@dataclass(slots=True)
+class _Sent:
+    wish: Wish
+    at: float
+
+
+@dataclass
+class Supervisor:
+    """One job from its muster to its outcome. `run` returns when nothing of the job lives any more."""
+
+    bus: SupervisorBus
+    console: Console
+    chronicle: Chronicle
+    muster: Muster
+    identity: JobIdentity
+    state: State
+    prepare: Callable[[Recruit], Prepare]  # what a node that was found fit is told to load
+    join: Callable[[JoinRequest, float], Body] | None = None  # answers hosts that started the same command
+    drills: list[DrillPlan] = field(default_factory=list)
+    drills_allowed: bool = False
+    clock: OwnClock = field(default_factory=OwnClock)
+    on_start: Callable[[], None] = lambda: None  # all nodes were found fit
+
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _prepared: dict[str, float] = field(default_factory=dict)  # incarnation -> when it was told
+    _fenced: set[str] = field(default_factory=set)
+    _powered_off: set[int] = field(default_factory=set)
+    _streams: set[StreamKey] = field(default_factory=set)
+    _joiners: set[bytes] = field(default_factory=set)
+    _drills_from: float = 0.0
+    _outcome: Outcome | None = None
+
+    def run(self, signals: SignalPipe) -> Outcome:
+        """Raises StartError when the nodes cannot take part; the caller cleans up either way (`close`)."""
+        poller = zmq.Poller()
+        for source in (self.bus.control, self.bus.monitor, signals):
+            poller.register(source, zmq.POLLIN)
+        handles: dict[int, Recruit] = {}
+        while self._outcome is None:
+            ready = {source for source, _ in poller.poll(int(TICK * 1000))}
+            self.clock.tick(TICK)
+            for number in signals.take():
+                self._stop(number)
+            self.bus.drain_monitor()
+            while (received := self.bus.receive()) is not None:
+                self._hear(received)
+            for descriptor in [d for d in handles if d in ready]:
+                if self._channel(handles[descriptor]):
+                    poller.unregister(descriptor)
+                    del handles[descriptor]
+            for recruit in self._advance(self.clock.now):
+                if recruit.handle is not None:
+                    handles[recruit.handle.fileno()] = recruit
+                    poller.register(recruit.handle.fileno(), zmq.POLLIN)
+        self._say_goodbye()
+        return self._outcome
+
+    # --- what comes in -----------------------------------------------------------------------------------------------
+
+    def _hear(self, received: Received) -> None:
+        peer, body = received.peer, received.envelope.body
+        if peer.kind is PeerKind.AGENT:
+            self._hear_agent(peer.name, body)
+        elif isinstance(body, StatusRequest):
+            self._answer(received, StatusReply(encode_status(self.chronicle.status(self.state)).decode()))
+        elif peer.kind is PeerKind.JOINER and isinstance(body, JoinRequest) and self.join is not None:
+            self._joiners.add(received.route)
+            self._answer(received, self.join(body, self.clock.now))
+        elif peer.kind is PeerKind.CONTROL and isinstance(body, StopRequest):
+            self._answer(received, Answer(True, "stopping"))
+            self._stop(body.signal)
+        elif peer.kind is PeerKind.CONTROL and isinstance(body, FaultRequest):
+            self._answer(received, self._inject(body))
+        else:
+            self._answer(received, Answer(False, f"a {peer.kind.value} key does not allow this"))
+
+    def _answer(self, received: Received, body: Body) -> None:
+        self.bus.answer(received.route, body, self.state.generation)
+
+    def _hear_agent(self, incarnation: str, body: Body) -> None:
+        recruit = self.muster.recruits.get(incarnation)
+        if recruit is None:
+            return
+        index = recruit.spec.index
+        if incarnation in self._fenced:
+            if isinstance(body, (NodeReport, Hello)):
+                self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
+            return
+        match body:
+            case Hello(facts=facts):
+                self.muster.heard(incarnation, facts)
+                self.bus.send(incarnation, ReportAck(0), self.state.generation)
+            case ProbeReport(peers=peers):
+                self.muster.probed(incarnation, peers)
+            case Remark(node=node, text=text):
+                self.console.say(f"phoenix-run: {node}: {text}")
+            case NodeReport():
+                self.bus.send(incarnation, ReportAck(body.seq), self.state.generation)
+                self.chronicle.observe(index, recruit.spec.name, body)
+                self._note_streams(body)
+                self._apply(membership.Reported(index, body))
+            case Farewell():
+                self._apply(membership.AgentEnded(index, incarnation, "it said farewell"))
+            case _:
+                self.bus.counters.malformed += 1
+
+    def _note_streams(self, report: NodeReport) -> None:
+        for rank in report.ranks:
+            self._streams |= {(rank.rank, rank.generation, stream) for stream in (1, 2)}
+
+    def _channel(self, recruit: Recruit) -> bool:
+        """Something happened on the channel that started an agent; True when it has closed."""
+        if not self.muster.listen(recruit):
+            return False
+        if recruit.admitted and recruit.handle is not None:
+            if recruit.spec.host and recruit.handle.poll() == 255:  # ssh itself failed: the host may be well
+                self._apply(membership.ChannelClosed(recruit.spec.index))
+            else:
+                detail = recruit.lines[-1] if recruit.lines else ""
+                self._apply(membership.AgentEnded(recruit.spec.index, recruit.incarnation, detail))
+        return True
+
+    def _stop(self, number: int) -> None:
+        if self.state.phase not in (Phase.STOPPING, Phase.LEAVING, Phase.FINISHED):
+            grace = self.state.rules.shutdown_timeout
+            self.console.say(
+                f"phoenix-run: {signal.Signals(number).name}: stopping, workers have up to {grace:g} s (again: sooner)"
+            )
+        self._apply(membership.StopAsked(number))
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Recruit]:
+        """Deadlines, musters, drills, wishes. Returns nodes that were launched just now."""
+        launched = []
+        if self.state.phase not in (Phase.LEAVING, Phase.FINISHED, Phase.STOPPING):
+            launched = self.muster.launch_more(now)
+            complete = self.muster.complete
+            for admitted in self.muster.settle(now):
+                self._apply(admitted)
+            if self.muster.complete and not complete:
+                self.on_start()
+            for plan in [p for p in self.drills if self._drills_from and now >= self._drills_from + p.after]:
+                self.drills.remove(plan)
+                answer = self._inject(FaultRequest(plan.kind, plan.rank, plan.node))
+                if not answer.ok:
+                    self.console.say(f"phoenix-run: drill: {answer.text}")
+        self._apply(membership.Ticked())
+        self._spread(now)
+        return launched
+
+    def _apply(self, event: Event) -> None:
+        self.state, actions = membership.step(self.state, event, self.clock.now)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        self.chronicle.act(action, self.state)
+        match action:
+            case membership.Fence(index, incarnation):
+                self._fenced.add(incarnation)
+                self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
+                self._streams -= {key for key in self._streams if key[0] in self._ranks_of(index)}
+            case membership.Relaunch(index):
+                if index not in self._powered_off:
+                    self.muster.relaunch(index, self.clock.now)
+            case membership.GenerationBegun():
+                self._spread(self.clock.now)  # at once: this is the notice that ends the survivors' waiting
+            case membership.GenerationRuns():
+                self._drills_from = self._drills_from or self.clock.now
+            case membership.Finished(outcome):
+                self._outcome = outcome
+
+    def _ranks_of(self, index: int) -> set[int]:
+        return {place.rank for place in self.state.places if place.node == index}
+
+    def _spread(self, now: float) -> None:
+        """Tell each node its wish when it is new, and again when it did not come true in time."""
+        for index, member in self.state.members.items():
+            if member.state in (NodeState.LOST, NodeState.DRAINED) or member.left:
+                continue
+            told = self._prepared.get(member.incarnation)
+            if told is None or (member.seq < 0 and now - told > timeout("resend")):
+                self._prepared[member.incarnation] = now
+                prepare = self.prepare(self.muster.recruits[member.incarnation])
+                self.bus.send(member.incarnation, prepare, self.state.generation)
+            wish, sent = membership.wish_for(self.state, index), self._sent.get(index)
+            again = sent is not None and now - sent.at > timeout("resend")
+            if sent is None or sent.wish != wish or (again and not membership.fulfilled(self.state, index)):
+                self._sent[index] = _Sent(wish, now)
+                self.bus.send(member.incarnation, node_plan(self.state, wish, self.identity), self.state.generation)
+
+    def _inject(self, request: FaultRequest) -> Answer:
+        """Carry out a drill, or say what it would hit."""
+        if not (self.drills_allowed or request.dry_run):
+            return Answer(False, "this job was not started with --allow-drills (only --dry-run is possible)")
+        try:
+            target = drills.find_target(self.state, request.kind, request.rank, request.node)
+        except PhoenixError as error:
+            return Answer(False, error.message)
+        text = f"{request.kind.value} {target.text}"
+        if request.dry_run:
+            return Answer(True, f"would {text}")
+        if request.kind is DrillKind.KILL_NODE:
+            self._powered_off.add(target.node)  # a host that lost power does not come back by itself
+        self.chronicle.drill(request.kind.value, target.text, self.state)
+        incarnation = self.state.members[target.node].incarnation
+        self.bus.send(incarnation, Drill(request.kind, target.rank), self.state.generation)
+        return Answer(True, text)
+
+    def _say_goodbye(self) -> None:
+        assert self._outcome is not None
+        for route in self._joiners:
+            self.bus.answer(route, JobEnded(self._outcome.exit_code), self.state.generation)
+        self.console.wait_for(self._streams, timeout("exit_output"))
+
+    def close(self) -> None:
+        """End what is left of every launch, by the bus where it can be heard; after an orderly end that is nothing."""
+        left = [r.handle for r in self.muster.recruits.values() if r.handle is not None and r.handle.poll() is None]
+        for incarnation in self.muster.recruits:
+            self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
+        poller = select.poll()
+        for handle in left:
+            poller.register(handle.fileno(), select.POLLIN | select.POLLHUP)
+        end = self.clock.now + timeout("reap")
+        while left and self.clock.now < end:
+            poller.poll((end - self.clock.now) * 1000)
+            for handle in [h for h in left if not h.read_lines() and h.at_end]:
+                poller.unregister(handle.fileno())
+                left.remove(handle)
+        for recruit in self.muster.recruits.values():
+            if recruit.handle is not None:
+                recruit.handle.close()
+
+
+def allow_commands(bus: SupervisorBus, status_key: str, control_key: str) -> None:
+    bus.allow(status_key, Peer(PeerKind.STATUS))
+    bus.allow(control_key, Peer(PeerKind.CONTROL))

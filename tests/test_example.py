@@ -1,0 +1,69 @@
+"""The example trains alone and with others, and goes on from its checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16", "--batch", "2", "--log-every", "2"]
+RUN_SECONDS = 60
+
+
+def train(folder: Path, *options: str, world: int = 1, **environment: str) -> tuple[dict[str, Any], str]:
+    """Run the example to its end: what the last line of rank 0 says, and everything that rank printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PHOENIX_", "TORCHELASTIC_"))}
+    kept |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *SMALL, *options],
+            cwd=folder,
+            env={**kept, "RANK": str(rank), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        shown = [rank.communicate(timeout=RUN_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0] * world, "".join(shown)
+    return json.loads(shown[0].splitlines()[-1]), shown[0]
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def test_it_runs_under_plain_python_learns_and_keeps_nothing_unasked(tmp_path: Path) -> None:
+    result, shown = train(tmp_path, "--steps", "20", TORCHELASTIC_RUN_ID="none")
+    assert result["step"] == 20 and len(result["state_sha256"]) == 64
+    losses = [float(line.split()[3]) for line in shown.splitlines() if line.startswith("step")]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("All happy families are alike; each unhappy family is unhappy in its own way. " * 9)
+    common = ("--checkpoint-every", "3", "--text", "text", "--seed", "7")
+    whole, _ = train(tmp_path, *common, "--steps", "7", "--checkpoint", "whole.pt", world=2)
+    train(tmp_path, *common, "--steps", "4", "--checkpoint", "deep/cut.pt", world=2)
+    rest, shown = train(tmp_path, *common, "--steps", "7", "--checkpoint", "deep/cut.pt", world=2)
+    assert "from step 4 of deep/cut.pt" in shown
+    assert rest == whole
+    assert sorted(path.name for path in tmp_path.rglob("*.pt*")) == ["cut.pt", "whole.pt"]
+
+
+def test_a_job_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    train(tmp_path, "--steps", "1", PHOENIX_JOB="train_gpt-7f3a", TORCHELASTIC_RUN_ID="none")
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["train_gpt-7f3a.pt"]
