@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from phoenix_launch.arrival import arrived
 from phoenix_launch.bus import AgentLink, OutputSender
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.facts import endpoint_address, find_place, gather
@@ -60,7 +61,7 @@ def run(line: bytes, guardian: int, runtime: Path) -> int:
     os.dup2(null, 0)
     os.close(null)
     try:
-        bootstrap = msgspec.json.decode(line, type=AgentBootstrap)
+        bootstrap = arrived(msgspec.json.decode(line, type=AgentBootstrap), os.environ)
     except msgspec.MsgspecError as error:
         say(f"phoenix agent: a malformed bootstrap line: {error}")
         return EXIT_ALONE

@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from phoenix_launch.errors import PhoenixError, ProtocolError, StartError, UsageError
 from phoenix_launch.messages import (
+    JOINING,
     MAX_MESSAGE_BYTES,
     NO_GENERATION,
     PROTOCOL,
@@ -114,7 +115,8 @@ class _AllowList:
         return key.decode() in self.peers  # pyzmq passes it as Z85
 
 
-def _bracketed(address: str) -> str:
+def bracketed(address: str) -> str:
+    """As it stands in an endpoint: an IPv6 address in brackets."""
     try:
         return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
     except ValueError:
@@ -162,7 +164,7 @@ class SupervisorBus:
 
     @staticmethod
     def _bind(socket: zmq.Socket[bytes], address: str, port: int, ports: tuple[int, int]) -> str:
-        host = _bracketed(address)
+        host = bracketed(address)
         socket.ipv6 = host.startswith("[")
         try:
             if port:
@@ -219,7 +221,8 @@ class SupervisorBus:
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"a message of {len(frames)} parts")
-            envelope = decode_envelope(frames[1].bytes, self.job)
+            job = JOINING if peer.kind is PeerKind.JOINER else self.job
+            envelope = decode_envelope(frames[1].bytes, job)
         except ProtocolError as error:
             self.counters.malformed += 1
             self.counters.first_malformed = (
@@ -244,8 +247,8 @@ class SupervisorBus:
         self.answer(route, body, generation)
         return True
 
-    def answer(self, route: bytes, body: Body, generation: Generation = NO_GENERATION) -> None:
-        data = encode(Envelope(PROTOCOL, self.job, generation, body))
+    def answer(self, route: bytes, body: Body, generation: Generation = NO_GENERATION, job: str = "") -> None:
+        data = encode(Envelope(PROTOCOL, job or self.job, generation, body))
         try:
             self.control.send_multipart([route, data], zmq.NOBLOCK)
         except zmq.ZMQError:

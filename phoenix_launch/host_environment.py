@@ -1,4 +1,4 @@
-"""Which environment variables the workers of a node get from the one that started the job; `TRANSFERRED` is the list."""
+"""Which environment variables the workers of a node get from where the job was started; `TRANSFERRED` lists them."""
 
 from __future__ import annotations
 

@@ -31,6 +31,8 @@ class NodeSpec:
     python: str = ""
     """The interpreter there; empty: the path of the one that runs phoenix-run."""
     spare: bool = False
+    group_rank: int = -1
+    """GROUP_RANK as --node-rank fixes it; -1: any."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from phoenix_launch import processes
 from phoenix_launch.errors import PhoenixError, UsageError
-from phoenix_launch.settings import RunSettings, timeout
 from phoenix_launch.status import JobStatus, decode_status, encode_status
+from phoenix_launch.timeouts import timeout
+
+if TYPE_CHECKING:
+    from phoenix_launch.settings import RunSettings  # every command imports this file, and has 0.2 s to end
 
 LISTED: Final = 20  # jobs named in an error, the newest
 _HINT: Final = "set PHOENIX_HOME to a folder that can be written"
@@ -62,7 +63,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def settings_document(settings: RunSettings) -> dict[str, Any]:
     """The settings as `JobRecord.settings` keeps them."""
-    document: dict[str, Any] = msgspec.to_builtins(settings)
+    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return document
 
 
@@ -85,7 +86,7 @@ def new_job_id(script: str, root: Path, name: str = "") -> str:
     stem = name or Path(script).name.removesuffix(".py").rpartition(".")[2]
     stem = _UNFIT.sub("_", stem).strip("._-")[:40] or "job"
     width = 2
-    while (root / (job := f"{stem}-{secrets.token_hex(width)}")).exists():
+    while (root / (job := f"{stem}-{os.urandom(width).hex()}")).exists():
         width = min(width + 1, 8)
     return job
 
@@ -183,12 +184,13 @@ def is_running(record: JobRecord) -> bool:
     """Whether the supervisor of a job lives. On another host (a shared home): whether its port can be reached."""
     if record.hostname == socket.gethostname():
         return processes.is_running(record.pid, record.start_time)
-    place = urlsplit(record.control_endpoint)
-    if not place.hostname or not place.port or place.hostname in ("127.0.0.1", "::1", "localhost"):
-        return False
+    host, _, port = record.control_endpoint.rpartition("/")[2].rpartition(":")
+    host = host.strip("[]")
+    if host in ("", "127.0.0.1", "::1", "localhost"):
+        return False  # its loopback, not ours
     try:
-        socket.create_connection((place.hostname, place.port), timeout("probe")).close()
-    except OSError:
+        socket.create_connection((host, int(port)), timeout("probe")).close()
+    except (OSError, ValueError):
         return False
     return True
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phoenix_launch import __version__, hosts, membership, preflight
-from phoenix_launch.bus import KeyPair, SupervisorBus, new_key_pair
+from phoenix_launch.arrival import EVERYWHERE
+from phoenix_launch.bus import KeyPair, Peer, PeerKind, SupervisorBus, new_key_pair
 from phoenix_launch.chronicle import Chronicle
 from phoenix_launch.console import Console
 from phoenix_launch.detach import detached
@@ -40,12 +41,21 @@ from phoenix_launch.messages import (
 )
 from phoenix_launch.muster import Muster, Recruit, worker_slots
 from phoenix_launch.processes import start_time
+from phoenix_launch.reception import Reception
 from phoenix_launch.settings import RunSettings, check_timeouts, timeout
-from phoenix_launch.supervisor import SignalPipe, Supervisor, allow_commands
+from phoenix_launch.signals import SignalPipe
+from phoenix_launch.supervisor import Supervisor, allow_commands
 
-EVERYWHERE = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 TERM = 1  # the first supervisor of a job
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The same command on every host: how many are wanted, and the key pair that they all show first."""
+
+    seats: tuple[int, int]
+    keys: KeyPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class Job:
     keys: KeyPair
     address: str  # where the bus listens
     port: int  # 0: any
+    joining: Joining | None = None  # hosts come by themselves
 
     @property
     def name(self) -> str:
@@ -90,7 +101,7 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
         return launch_joined(settings, environ)
     hostfile = hosts.read_hostfile(settings.hostfile) if settings.hostfile else None
     specs = hosts.resolve(
-        nodes=settings.nodes or str(settings.nnodes[1]),
+        nodes=settings.nodes or ("" if settings.hostfile else str(settings.nnodes[1])),
         spares=settings.spares,
         hostfile_text=hostfile,
         hostfile=settings.hostfile,
@@ -113,21 +124,21 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
 def address_of(interface: str) -> str:
     """The address of a named interface of this machine, or the address itself. Raises UsageError."""
     known = interface_addresses()
-    if interface in known and known[interface]:
+    if known.get(interface):
         return known[interface][0]
     if any(interface in addresses for addresses in known.values()):
         return interface
     raise UsageError(f"this machine has no interface {interface}", hint=f"there are: {', '.join(sorted(known))}")
 
 
-def run_job(job: Job, started: Callable[[], None] | None = None, seats: tuple[int, int] | None = None) -> int:
+def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
     """Open the bus, run the supervisor, clean up. `started` is called when all nodes were found fit."""
     settings = job.settings
     runtime = Path(tempfile.mkdtemp(prefix="phoenix-", dir=job.environ.get("XDG_RUNTIME_DIR") or None))
     bus = SupervisorBus(job.name, job.keys, job.address, port=job.port, ports=settings.port_range)
     console = Console(bus.output, bus.decode_output, labels=_wants_labels(settings, len(job.specs)))
     chronicle = Chronicle.open(job.folder, console, [spec.host for spec in job.specs], settings)
-    supervisor = _supervisor(job, bus, console, chronicle, runtime, seats)
+    supervisor = _supervisor(job, bus, console, chronicle, runtime)
     if started is not None:
         supervisor.on_start = started
     console.start()
@@ -168,9 +179,9 @@ def _supervisor(
     console: Console,
     chronicle: Chronicle,
     runtime: Path,
-    seats: tuple[int, int] | None,
 ) -> Supervisor:
     settings = job.settings
+    seats = job.joining.seats if job.joining else None
     status, control = new_key_pair(), new_key_pair()
     allow_commands(bus, status.public, control.public)
     job.folder.write_client_keys("status", ClientKeys(status.public, status.secret))
@@ -199,6 +210,9 @@ def _supervisor(
         bootstrap=lambda spec, incarnation, keys: bootstrap(job, bus, spec, incarnation, keys),
     )
     wide = _JobWide(job, muster)
+    reception = Reception(muster, muster.bootstrap, list(job.specs))
+    if job.joining:
+        bus.allow(job.joining.keys.public, Peer(PeerKind.JOINER))
     return Supervisor(
         bus=bus,
         console=console,
@@ -213,6 +227,7 @@ def _supervisor(
         ),
         state=membership.start(rules, TERM, time.monotonic()),
         prepare=lambda recruit: wide.prepare(recruit, console),
+        join=reception.answer if job.joining else None,
         drills=[parse_plan(text) for text in settings.drills],
         drills_allowed=settings.allow_drills or bool(settings.drills),
     )
@@ -321,7 +336,7 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         interface=settings.interface,
         port_low=settings.port_range[0],
         port_high=settings.port_range[1],
-        simulated=not spec.host,
+        simulated=not spec.host and job.joining is None,
     )
 
 

@@ -15,6 +15,7 @@ from phoenix_launch.errors import ProtocolError
 
 PROTOCOL: Final = 1
 MAX_MESSAGE_BYTES: Final = 8 << 20
+JOINING: Final = "joining"  # in place of the job's id, from and to hosts that do not know it yet
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -321,6 +322,13 @@ class JoinReply(Message, frozen=True):
     refusal: str = ""
 
 
+class Leaving(Message, frozen=True):
+    """A host that joined was told by a signal to go: its ranks need another one."""
+
+    incarnation: str
+    signal: int
+
+
 class JobEnded(Message, frozen=True):
     """To a host that joined: the job is over, with this exit code."""
 
@@ -359,7 +367,7 @@ class Answer(Message, frozen=True):
 
 
 FromAgent = Hello | NodeReport | ProbeReport | Remark | Farewell
-FromJoiner = JoinRequest
+FromJoiner = JoinRequest | Leaving
 FromCommand = StatusRequest | StopRequest | FaultRequest
 ToAgent = Prepare | ReportAck | NodePlan | Probe | Drill
 ToJoiner = JoinReply | JobEnded

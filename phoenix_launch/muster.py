@@ -22,17 +22,22 @@ AT_ONCE = 64  # hosts whose ssh is under way at the same time
 RELAUNCH_DELAYS = (0.0, 2.0, 5.0, 10.0, 20.0)  # seconds before each attempt to get a lost node's agent back
 
 
+def worker_count(nproc: str, *, cores: int, gpus: int, name: str = "this host") -> int:
+    """--nproc-per-node on one host. Raises UsageError when it can take none."""
+    if nproc == "gpu" and not gpus:
+        raise UsageError(f"--nproc-per-node gpu: {name} has no GPU", hint="give a number, or cpu")
+    if nproc == "xpu":
+        raise UsageError("--nproc-per-node xpu is not supported", hint="give the number of workers")
+    if nproc in ("gpu", "auto"):
+        return gpus or cores
+    return cores if nproc == "cpu" else int(nproc)
+
+
 def worker_slots(nproc: str, spec: NodeSpec, facts: HostFacts) -> int:
     """How many workers a node takes. Raises UsageError when it can take none."""
     if spec.slots is not None:
         return spec.slots
-    if nproc == "gpu" and not facts.gpus:
-        raise UsageError(f"--nproc-per-node gpu: {spec.name} has no GPU", hint="give a number, or cpu")
-    if nproc == "xpu":
-        raise UsageError("--nproc-per-node xpu is not supported", hint="give the number of workers")
-    if nproc in ("gpu", "auto"):
-        return facts.gpus or facts.cores
-    return facts.cores if nproc == "cpu" else int(nproc)
+    return worker_count(nproc, cores=facts.cores, gpus=facts.gpus, name=spec.name)
 
 
 @dataclass(slots=True)
@@ -49,7 +54,6 @@ class Recruit:
     lines: list[str] = field(default_factory=list)  # what ssh, guardian and agent said
     probes: tuple[PeerProbe, ...] | None = None
     admitted: bool = False
-    group_rank: int = -1
     closed: bool = False
 
 
@@ -76,16 +80,16 @@ class Muster:
         self.began = now
         self.waiting = list(specs)
 
-    def enlist(self, spec: NodeSpec, group_rank: int, now: float) -> Recruit:
+    def enlist(self, spec: NodeSpec, now: float) -> Recruit:
         """A node whose agent is started elsewhere (a host that joins)."""
         keys = new_key_pair()
-        recruit = Recruit(spec, uuid.uuid4().hex, keys, launched=now, group_rank=group_rank)
+        recruit = Recruit(spec, uuid.uuid4().hex, keys, launched=now)
         self.bus.allow(keys.public, Peer(PeerKind.AGENT, recruit.incarnation))
         self.recruits[recruit.incarnation] = recruit
         return recruit
 
     def launch(self, spec: NodeSpec, now: float) -> Recruit:
-        recruit = self.enlist(spec, -1, now)
+        recruit = self.enlist(spec, now)
         bootstrap = self.bootstrap(spec, recruit.incarnation, recruit.keys)
         python = spec.python or self.python
         if spec.host:
@@ -220,5 +224,5 @@ class Muster:
             slots=worker_slots(self.nproc, recruit.spec, recruit.facts),
             incarnation=recruit.incarnation,
             spare=recruit.spec.spare,
-            group_rank=recruit.group_rank,
+            group_rank=recruit.spec.group_rank,
         )

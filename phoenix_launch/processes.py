@@ -192,6 +192,7 @@ def kill_until_gone(find: Callable[[], list[ProcessStat]], seconds: float) -> li
         reap()
         found = find()
         if not found:
+            reap()
             return []
         for process in found:
             send_signal(process, signal.SIGKILL)

@@ -187,7 +187,7 @@ _GUARDIAN: Final = ("-P", "-m", "phoenix_launch.guardian")
 
 
 def ssh_command(host: str, remote: str, ssh: str, control_path: str, connect_timeout: float) -> list[str]:
-    """The ssh client's argv. The user's own configuration holds for all that is not named here."""
+    """The ssh client's argv; no `control_path`: its own connection. The user's configuration holds for the rest."""
     try:
         client = shlex.split(ssh)
     except ValueError as error:
@@ -205,7 +205,7 @@ def ssh_command(host: str, remote: str, ssh: str, control_path: str, connect_tim
         "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
     }
-    if len(os.fsencode(control_path)) <= _MAX_SOCKET_PATH:
+    if control_path and len(os.fsencode(control_path)) <= _MAX_SOCKET_PATH:
         options["ControlMaster"] = "auto"
         options["ControlPath"] = '"' + control_path.replace("%", "%%") + '"'
     settings = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]

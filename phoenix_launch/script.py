@@ -54,20 +54,6 @@ def check_script(path: str) -> None:
         raise UsageError(f"{path}: {error}", hint="is this Python? (--no-python runs any program)") from None
 
 
-def check_hostfile(settings: RunSettings) -> None:
-    """Raises UsageError when --hostfile cannot be read."""
-    if not settings.hostfile:
-        return
-    try:
-        with open(settings.hostfile, "rb"):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"the host file {settings.hostfile} cannot be read: {error.strerror}",
-            hint="one host a line: host slots=8 rack=a python=/path",
-        ) from None
-
-
 def _on_hosts(settings: RunSettings) -> bool:
     return bool(settings.hostfile) or (bool(settings.nodes) and not settings.nodes.isdecimal())
 

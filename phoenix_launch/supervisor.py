@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import select
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ from phoenix_launch.errors import PhoenixError
 from phoenix_launch.job_state import NodeState, Outcome, Phase, State
 from phoenix_launch.membership import Action, Event, Wish
 from phoenix_launch.messages import (
+    JOINING,
     Answer,
     Body,
     Drill,
@@ -33,7 +33,9 @@ from phoenix_launch.messages import (
     FaultRequest,
     Hello,
     JobEnded,
+    JoinReply,
     JoinRequest,
+    Leaving,
     NodePlan,
     NodeReport,
     PlanPhase,
@@ -48,42 +50,10 @@ from phoenix_launch.messages import (
 from phoenix_launch.muster import Muster, Recruit
 from phoenix_launch.plans import node_plan
 from phoenix_launch.settings import timeout
+from phoenix_launch.signals import SignalPipe
 from phoenix_launch.status import encode_status
 
 TICK = 0.25  # seconds between looks at the deadlines when nothing happens
-
-
-class SignalPipe:
-    """Signals as bytes on a pipe, so that the loop waits for them as for everything else. A context manager."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._signals = [signal.Signals[name] for name in names]
-        self._before: dict[signal.Signals, signal._HANDLER] = {}
-
-    def __enter__(self) -> SignalPipe:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        for number in self._signals:
-            self._before[number] = signal.signal(number, lambda *_: None)
-        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._read.close()
-        self._write.close()
-
-    def fileno(self) -> int:
-        return self._read.fileno()
-
-    def take(self) -> list[int]:
-        try:
-            return [number for number in self._read.recv(256) if number in self._signals]
-        except BlockingIOError:
-            return []
 
 
 @dataclass(slots=True)
@@ -103,7 +73,7 @@ class Supervisor:
     identity: JobIdentity
     state: State
     prepare: Callable[[Recruit], Prepare]  # what a node that was found fit is told to load
-    join: Callable[[JoinRequest, float], Body] | None = None  # answers hosts that started the same command
+    join: Callable[[JoinRequest, float], JoinReply] | None = None  # answers hosts that started the same command
     drills: list[DrillPlan] = field(default_factory=list)
     drills_allowed: bool = False
     clock: OwnClock = field(default_factory=OwnClock)
@@ -151,9 +121,8 @@ class Supervisor:
             self._hear_agent(peer.name, body)
         elif isinstance(body, StatusRequest):
             self._answer(received, StatusReply(encode_status(self.chronicle.status(self.state)).decode()))
-        elif peer.kind is PeerKind.JOINER and isinstance(body, JoinRequest) and self.join is not None:
-            self._joiners.add(received.route)
-            self._answer(received, self.join(body, self.clock.now))
+        elif peer.kind is PeerKind.JOINER:
+            self._hear_joiner(received.route, body)
         elif peer.kind is PeerKind.CONTROL and isinstance(body, StopRequest):
             self._answer(received, Answer(True, "stopping"))
             self._stop(body.signal)
@@ -161,6 +130,14 @@ class Supervisor:
             self._answer(received, self._inject(body))
         else:
             self._answer(received, Answer(False, f"a {peer.kind.value} key does not allow this"))
+
+    def _hear_joiner(self, route: bytes, body: Body) -> None:
+        if isinstance(body, JoinRequest) and self.join is not None:
+            self._joiners.add(route)
+            self.bus.answer(route, self.join(body, self.clock.now), job=JOINING)
+        elif isinstance(body, Leaving) and (recruit := self.muster.recruits.get(body.incarnation)) is not None:
+            detail = f"it was told to go by {signal.Signals(body.signal).name}"
+            self._apply(membership.AgentEnded(recruit.spec.index, body.incarnation, detail))
 
     def _answer(self, received: Received, body: Body) -> None:
         self.bus.answer(received.route, body, self.state.generation)
@@ -299,7 +276,7 @@ class Supervisor:
     def _say_goodbye(self) -> None:
         assert self._outcome is not None
         for route in self._joiners:
-            self.bus.answer(route, JobEnded(self._outcome.exit_code), self.state.generation)
+            self.bus.answer(route, JobEnded(self._outcome.exit_code), job=JOINING)
         self.console.wait_for(self._streams, timeout("exit_output"))
 
     def close(self) -> None:

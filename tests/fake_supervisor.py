@@ -135,10 +135,8 @@ class FakeSupervisor:
         self.output: list[FromOutput] = []
         self.answers = True
         self._poller = zmq.Poller()
-        self._poller.register(self.bus.control)
-        self._poller.register(self.bus.output)
-        self._poller.modify(self.bus.control, zmq.POLLIN)
-        self._poller.modify(self.bus.output, zmq.POLLIN)
+        self._poller.register(self.bus.control, zmq.POLLIN)
+        self._poller.register(self.bus.output, zmq.POLLIN)
 
     def start(self, what: Command, name: str = "node0", environ: dict[str, str] | None = None, **changes: Any) -> Node:
         keys = new_key_pair()
@@ -227,8 +225,8 @@ class FakeSupervisor:
     def close(self) -> None:
         for node in self.nodes.values():
             if node.popen.poll() is None:
-                for process in [*psutil.Process(node.popen.pid).children(recursive=True), psutil.Process(node.popen.pid)]:
-                    process.kill()
+                for agent in psutil.Process(node.popen.pid).children():
+                    agent.kill()  # its guardian ends the rest
             node.popen.wait(10)
             assert node.popen.stdin is not None and node.popen.stdout is not None
             node.popen.stdin.close()

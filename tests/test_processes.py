@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fake_supervisor import Witness
@@ -31,6 +32,11 @@ def entry(pid: int, parent: int, session: int = 0, state: str = "S") -> ProcessS
 
 def table(*entries: ProcessStat) -> Table:
     return {each.pid: each for each in entries}
+
+
+@pytest.fixture
+def repo_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
 @pytest.fixture
@@ -127,7 +133,7 @@ def test_nothing_below_outlives_the_kill_loop(
         assert int(left) == 0
         assert float(seconds) < 5
         assert killer.wait(10) == 0
-    assert not any(processes.look_up(pid) for pid in pids)
+    assert not any(entry.alive for pid in pids if (entry := processes.look_up(pid)))
 
 
 def test_a_process_that_does_not_die_is_named_in_time(sleeper: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 from bootstraps import bootstrap
 
@@ -26,7 +26,8 @@ READER = """
 import hashlib, json, os, select, sys
 line = sys.stdin.buffer.readline()
 still_open = not select.select([0], [], [], 0)[0]
-print(json.dumps([sys.argv[1:], len(line), hashlib.sha256(line).hexdigest(), still_open, sorted(os.environ)]), flush=True)
+digest = hashlib.sha256(line).hexdigest()
+print(json.dumps([sys.argv[1:], len(line), digest, still_open, sorted(os.environ)]), flush=True)
 sys.stdin.buffer.read()
 """
 

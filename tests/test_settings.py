@@ -115,7 +115,10 @@ VALUES: list[tuple[str, str, object]] = [
     ("duplicate-stderr-filters", "a,,,b", ("a,", "b")),
     ("prefix", "always", "always"),
 ]
-FLAG_ONLY: list[tuple[str, str, object]] = [("numa-binding", "core-complex", "core-complex"), ("logs-specs", "mine", "mine")]
+FLAG_ONLY: list[tuple[str, str, object]] = [
+    ("numa-binding", "core-complex", "core-complex"),
+    ("logs-specs", "mine", "mine"),
+]
 SWITCHES = [option for option in OPTIONS if option.value.switch]
 
 
@@ -302,11 +305,6 @@ def test_nodes_and_nnodes_must_agree(start: Start, refused: Callable[..., str], 
     hosts.write_text("h1\nh2\n")
     assert start("--hostfile", str(hosts), "--nodes", "1").hostfile == str(hosts)
     assert "not from both" in refused("--hostfile", str(hosts), "--nodes", "h1,h2")
-
-
-def test_a_host_file_must_be_readable(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "cannot be read: No such file" in refused("--hostfile", str(tmp_path / "none"))
-    assert "cannot be read: Is a directory" in refused("--hostfile", str(tmp_path))
 
 
 def test_the_join_timeout_may_come_from_rdzv_conf(start: Start) -> None:

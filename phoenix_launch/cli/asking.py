@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from phoenix_launch.errors import PhoenixError
 from phoenix_launch.jobs import JobFolder, KeyKind, is_running
-from phoenix_launch.messages import Answer, Body, StatusReply, StatusRequest
-from phoenix_launch.settings import timeout
 from phoenix_launch.status import JobState, JobStatus, decode_status
+from phoenix_launch.timeouts import timeout
+
+if TYPE_CHECKING:
+    from phoenix_launch.messages import Body
 
 
 def ask(folder: JobFolder, kind: KeyKind, body: Body) -> Body:
     """One question to the supervisor; raises PhoenixError when it does not answer, or answers no."""
-    from phoenix_launch.bus import ClientLink, KeyPair  # zmq is loaded only by verbs that need it
+    from phoenix_launch.bus import ClientLink, KeyPair  # zmq is loaded only when there is somebody to ask
+    from phoenix_launch.messages import Answer
 
     record = folder.read_record()
     keys = folder.read_client_keys(kind)
@@ -31,6 +36,8 @@ def ask(folder: JobFolder, kind: KeyKind, body: Body) -> Body:
 def current_status(folder: JobFolder) -> JobStatus:
     """From the supervisor while it lives, else what it left behind; orphaned when it left no last word."""
     if folder.is_running():
+        from phoenix_launch.messages import StatusReply, StatusRequest
+
         try:
             answer = ask(folder, "status", StatusRequest())
         except PhoenixError:

@@ -72,6 +72,6 @@ def usage_error(error: click.UsageError, name: str, command: Command) -> UsageEr
     if isinstance(error, click.NoSuchOption):
         option = error.option_name.replace("_", "-")
         meant = nearest(option, command.flags())
-        return UsageError(f"there is no option {error.option_name}", hint=f"did you mean {meant}?" if meant else hint)
+        return UsageError(f"there is no option {option}", hint=f"did you mean {meant}?" if meant else hint)
     text = " ".join(error.format_message().split()).rstrip(".")
     return UsageError(text[:1].lower() + text[1:], hint=hint)

@@ -7,8 +7,8 @@ from typing import Final
 import click
 
 from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, Command, load
+from phoenix_launch.cli.inject_fault import KINDS
 from phoenix_launch.errors import EXIT_OK, UsageError
-from phoenix_launch.messages import DrillKind
 from phoenix_launch.options import BY_FIELD
 
 FILES: Final = {"bash": "phoenix-run.bash", "zsh": "_phoenix-run", "fish": "phoenix-run.fish"}
@@ -49,7 +49,7 @@ def _help(option: click.Option) -> str:
 
 def _arguments(verb: str) -> tuple[str, ...]:
     """Words that can stand for a verb's first argument, where they are known."""
-    return {"inject-fault": tuple(kind.value for kind in DrillKind), "completion": tuple(FILES)}.get(verb, ())
+    return {"inject-fault": KINDS, "completion": tuple(FILES)}.get(verb, ())
 
 
 # --- bash ------------------------------------------------------------------------------------------------------------

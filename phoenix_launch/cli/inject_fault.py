@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -10,9 +11,11 @@ from phoenix_launch.cli.asking import ask
 from phoenix_launch.cli.command import Command, nearest
 from phoenix_launch.errors import EXIT_OK, UsageError
 from phoenix_launch.jobs import choose, jobs_root
-from phoenix_launch.messages import Answer, DrillKind, FaultRequest
 
-KINDS = [kind.value for kind in DrillKind]
+if TYPE_CHECKING:
+    from phoenix_launch.messages import DrillKind
+
+KINDS: Final = ("kill-worker", "kill-node", "kill-agent")  # DrillKind's, named here so that the help loads no messages
 
 
 def inject_fault(kind: str, rank: str | None, node: str, job: str, dry_run: bool) -> int:
@@ -20,6 +23,8 @@ def inject_fault(kind: str, rank: str | None, node: str, job: str, dry_run: bool
 
     The job must have been started with --allow-drills, except for --dry-run.
     """
+    from phoenix_launch.messages import Answer, DrillKind, FaultRequest
+
     request = FaultRequest(_kind(kind), _rank(rank), node, dry_run)
     if (rank is None) == (not node):
         raise UsageError(f"{kind}: say which rank or which node", hint="give one of --rank R and --node N")
@@ -34,8 +39,10 @@ def inject_fault(kind: str, rank: str | None, node: str, job: str, dry_run: bool
 
 
 def _kind(kind: str) -> DrillKind:
+    from phoenix_launch.messages import DrillKind
+
     if kind not in KINDS:
-        meant = nearest(kind, KINDS)
+        meant = nearest(kind, list(KINDS))
         hint = f"did you mean {meant}?" if meant else f"one of {', '.join(KINDS)}"
         raise UsageError(f"there is no fault {kind}", hint=hint)
     return DrillKind(kind)

@@ -14,10 +14,11 @@ from typing import Final, Protocol
 
 from phoenix_launch.jobs import JobNode
 from phoenix_launch.log_reader import Follower, LogName, parse_name, read_once
-from phoenix_launch.settings import timeout
+from phoenix_launch.timeouts import timeout
 
 Lines = Iterator[tuple[LogName, bytes]]
 _READ_BYTES: Final = 1 << 16
+_READER: Final = ("-P", "-m", "phoenix_launch.log_reader")
 
 
 class Source(Protocol):
@@ -61,13 +62,12 @@ class RemoteLogs:
 
     def __init__(self, node: JobNode, rank: str, ssh: str, *, follow: bool) -> None:
         self.node = node
-        reader = [node.python, "-m", "phoenix_launch.log_reader", node.log_folder, rank, "follow" if follow else "once"]
-        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeout('ssh_connect'):.0f}"]
-        self._process = subprocess.Popen(
-            [*shlex.split(ssh), *options, "--", node.host, shlex.join(reader)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        from phoenix_launch.remote import ssh_command  # needed for other hosts only
+
+        reader = [*_READER, node.log_folder, rank, "follow" if follow else "once"]
+        remote = f"exec {shlex.join([node.python, *reader])}"
+        argv = ssh_command(node.host, remote, ssh, "", timeout("ssh_connect"))
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._rest = b""

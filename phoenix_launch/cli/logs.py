@@ -8,16 +8,18 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from phoenix_launch.cli.command import Command, job_argument
-from phoenix_launch.cli.log_sources import LocalLogs, RemoteLogs, Source
 from phoenix_launch.errors import EXIT_OK, PhoenixError, UsageError
 from phoenix_launch.jobs import JobNode, JobRecord, choose, jobs_root, wait_for_end
 from phoenix_launch.log_reader import POLL_SECONDS, STDERR, LogName
-from phoenix_launch.settings import timeout
+from phoenix_launch.timeouts import timeout
+
+if TYPE_CHECKING:
+    from phoenix_launch.cli.log_sources import Source
 
 MOST_HOSTS: Final = 64  # that are asked at the same time
 
@@ -42,6 +44,8 @@ def logs(job: str, rank: str, node: str, follow: bool) -> int:
 
     Generation after generation, each process's stdout before its stderr; --follow shows new lines until the job ends.
     """
+    from phoenix_launch.cli.log_sources import LocalLogs, RemoteLogs  # subprocess would slow down `--help`
+
     folder = choose(jobs_root(os.environ), job)
     record = folder.read_record()
     if rank and not rank.isdecimal():

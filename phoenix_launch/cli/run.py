@@ -11,7 +11,7 @@ from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, Command, nearest
 from phoenix_launch.cli.run_options import given, help_sections, parameters
 from phoenix_launch.errors import UsageError
 from phoenix_launch.resolution import resolve, settings_from
-from phoenix_launch.script import check_command, check_hostfile
+from phoenix_launch.script import check_command
 from phoenix_launch.settings import RunSettings
 
 
@@ -58,7 +58,6 @@ def settings_of(script: str, args: tuple[str, ...], params: dict[str, object]) -
     settings = settings_from(resolve(given(params), os.environ), script, args, os.environ)
     if script and not os.path.exists(script) and (meant := nearest(script, list(VERBS))):
         raise UsageError(f"there is no script {script}", hint=f"did you mean `phoenix-run {meant}`?")
-    check_hostfile(settings)
     check_command(settings)
     return settings
 

@@ -9,9 +9,8 @@ from phoenix_launch.cli.asking import ask, last_status
 from phoenix_launch.cli.command import Command, job_argument
 from phoenix_launch.errors import EXIT_OK, PhoenixError
 from phoenix_launch.jobs import JobFolder, JobRecord, choose, jobs_root, wait_for_end
-from phoenix_launch.messages import StopRequest
-from phoenix_launch.settings import timeout
 from phoenix_launch.status import JobState
+from phoenix_launch.timeouts import timeout
 
 
 def stop(job: str) -> int:
@@ -23,6 +22,8 @@ def stop(job: str) -> int:
     if not folder.is_running():
         return _say_how_it_ended(folder)
     record = folder.read_record()
+    from phoenix_launch.messages import StopRequest
+
     try:
         ask(folder, "control", StopRequest())
     except PhoenixError:

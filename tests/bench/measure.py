@@ -1,0 +1,90 @@
+"""What the measurements share: the two launchers, jobs that are always ended, alternating rounds, median (min-max)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+BIN: Final = Path(sys.executable).parent
+PHOENIX: Final = str(BIN / "phoenix-run")
+TORCHRUN: Final = str(BIN / "torchrun")
+WORKERS: Final = Path(__file__).parent / "workers"
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+RUN_SECONDS: Final = 300.0  # the longest that one run may take
+END_SECONDS: Final = 40.0  # from asking a job to end to killing it
+
+
+def rounds_option(description: str | None, default: int) -> int:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=default)
+    return int(parser.parse_args().rounds)
+
+
+def summary(samples: Sequence[float], unit: str = "s") -> str:
+    return f"{statistics.median(samples):.3f} {unit} ({min(samples):.3f}-{max(samples):.3f}, n={len(samples)})"
+
+
+def alternate(cases: Mapping[str, Callable[[], float]], rounds: int, unit: str = "s") -> None:
+    """Run the cases in turn, print each one's summary and the ratio of the medians of the first to the last."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds):
+        for name, run in cases.items():
+            samples[name].append(run())
+            print(f"  round {number + 1}: {name} {samples[name][-1]:.3f} {unit}", file=sys.stderr, flush=True)
+    for name, taken in samples.items():
+        print(f"{name:24} {summary(taken, unit)}")
+    first, *_, last = (statistics.median(taken) for taken in samples.values())
+    print(f"{'ratio of medians':24} {first / last:.2f}")
+
+
+@contextlib.contextmanager
+def job(command: Sequence[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A launcher with a folder of its own (its workers' BENCH_FOLDER, PHOENIX_HOME); ended when the block is left."""
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        environment = {"OMP_NUM_THREADS": "1", "PHOENIX_HOME": f"{name}/home", "BENCH_FOLDER": name, **environment}
+        process = subprocess.Popen(
+            command,
+            cwd=name,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield process, folder
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=END_SECONDS)
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for a job that ends by itself and return what it printed."""
+    shown, _ = process.communicate(timeout=RUN_SECONDS)
+    if process.returncode:
+        raise SystemExit(f"{process.args!r} ended with {process.returncode}:\n{shown[-4000:]}")
+    return shown
+
+
+def until(check: Callable[[], object], what: str, seconds: float = RUN_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() >= deadline:
+            raise SystemExit(f"not within {seconds:g} s: {what}")
+        time.sleep(0.01)
