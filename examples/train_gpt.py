@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import io
 import json
 import os
 import sysconfig
@@ -106,12 +107,18 @@ def save(path: Path, state: dict[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
-def load(path: Path | None) -> dict[str, Any] | None:
-    """What rank 0 finds, for all ranks: the file need not be on a shared disk."""
-    found = [torch.load(path, map_location="cpu") if RANK == 0 and path and path.exists() else None]
+def load(path: Path | None, device: torch.device) -> dict[str, Any] | None:
+    """What rank 0 finds, for all ranks: the file need not be on a shared disk. (Object collectives would need NumPy.)"""
+    data = path.read_bytes() if RANK == 0 and path and path.exists() else b""
     if WORLD_SIZE > 1:
-        dist.broadcast_object_list(found)
-    return found[0]
+        size = torch.tensor(len(data), device=device)
+        dist.broadcast(size, 0)
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        content = content.to(device) if RANK == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.broadcast(content, 0)
+        content = content.cpu()
+        data = ctypes.string_at(content.data_ptr(), content.nbytes) if content.nbytes else b""
+    return torch.load(io.BytesIO(data), map_location="cpu") if data else None
 
 
 def default_checkpoint() -> str:
@@ -156,7 +163,7 @@ def main() -> None:
     model: nn.Module = GPT(options.layers, options.width, options.heads, options.sequence).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=True)
     step, loss = 0, torch.tensor(0.0)
-    if found := load(checkpoint):
+    if found := load(checkpoint, device):
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         step, loss = found["step"], found["loss"]

@@ -119,7 +119,7 @@ class Agent:
 
     def _patience(self) -> float:
         """How long to wait for an event at most."""
-        if self._exit is not None:
+        if self._exit is not None or self._workers.urgent:
             return 0.0
         now = self._clock.now
         times = [self._said_at + self._bootstrap.timeouts.heartbeat_interval]

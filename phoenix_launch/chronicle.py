@@ -59,8 +59,8 @@ class Chronicle:
     # --- start and end ---
 
     def started(self, specs: tuple[NodeSpec, ...], settings: RunSettings, logs: Path) -> None:
-        training = sum(not spec.spare for spec in specs)
-        spares = len(specs) - training
+        training = settings.nnodes[1] if settings.joins else sum(not spec.spare for spec in specs)
+        spares = sum(spec.spare for spec in specs)
         with_spares = f" and {spares} spare node{'s' * (spares != 1)}" if spares else ""
         self.console.say(
             f"phoenix-run: job {self.folder.job}: {training} node{'s' * (training != 1)} x {settings.nproc_per_node} "

@@ -27,13 +27,16 @@ class Endings:
         self._remark = remark
         self._deadlines: dict[int, float] = {}
         self._sweep_deadline: float | None = None
+        self.fresh = False  # something was asked for since the last round
         self._agent = os.getpid()
 
     def end(self, key: int, now: float) -> None:
         self._deadlines.setdefault(key, now + self._seconds)
+        self.fresh = True
 
     def sweep(self, now: float) -> None:
         self._sweep_deadline = now + self._seconds
+        self.fresh = True
 
     @property
     def pending(self) -> bool:
@@ -44,6 +47,7 @@ class Endings:
 
         `may_sweep` is False while a process may exist that belongs to us and has not said so yet.
         """
+        self.fresh = False
         table = process_table()
         owned = owners(table, self._agent, claims, environment_bytes)
         cleared = []

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-# What may follow what; tests hold every transition against it.
+# What may follow what; tests hold every transition against it. A next generation may begin while one quiesces.
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.STARTING: frozenset({Phase.QUIESCING, Phase.LEAVING}),
     Phase.QUIESCING: frozenset({Phase.RUNNING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
@@ -104,7 +104,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a rank of the current generation ended. `at`: by the supervisor's clock."""
+    """How a rank ended. `at`: by the supervisor's clock."""
 
     rank: int
     node: int
@@ -134,6 +134,7 @@ class State:
     store_node: int = -1
     ended: Mapping[int, Ended] = field(default_factory=dict)  # by rank, of the current generation
     restarts_used: int = 0
+    charged: Ended | None = None  # the worker's end that was counted last
     first: int = 1  # n of the first generation
     signal: int = SIGTERM
     grace: float = 0.0

@@ -16,7 +16,7 @@ def summary(outcome: Outcome, logs: Path) -> str:
     """The last lines on the screen. The worker's own words come last, nothing after them."""
     if outcome.exit_code == EXIT_OK:
         return ""
-    lines = [f"phoenix-run: {outcome.text}"]
+    lines = [f"phoenix-run: the job ends with exit code {outcome.exit_code}: {outcome.text}"]
     if outcome.hint:
         lines.append(f"  hint: {outcome.hint}")
     cause = outcome.cause

@@ -8,12 +8,16 @@ is a (term, n); whatever speaks of an older one is ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from phoenix_launch import placement
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
 from phoenix_launch.job_state import SIGTERM, Ended, Endpoint, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.messages import Generation, NodeReport, PlanPhase
 from phoenix_launch.placement import Candidate, RankPlace, Seat
+
+UNDER_WAY: Final = 0.1  # seconds by which a node's last report may come after its end
+HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
 
 # --- events ----------------------------------------------------------------------------------------------------------
 
@@ -260,8 +264,11 @@ class _Transition:
         current = self.state.generation
         if report.store is not None and report.store.generation == current and index == self.state.store_node:
             self._store_told(report.store.address, report.store.port, report.store.error)
+        here = {place.rank for place in self.state.places if place.node == index}
         for rank in report.ranks:
-            if rank.exit is not None and rank.generation == current and rank.rank not in self.state.ended:
+            if rank.exit is None or rank.generation != current or rank.rank not in here:
+                continue
+            if rank.rank not in self.state.ended:
                 ended = Ended(rank=rank.rank, node=index, at=self.now - max(0.0, rank.exit.age), report=rank.exit)
                 self.state = replace(self.state, ended={**self.state.ended, rank.rank: ended})
 
@@ -292,8 +299,8 @@ class _Transition:
             return
         if state.phase is Phase.STOPPING:
             left = max(0.0, state.since + state.grace - self.now)
-            grace = min(left, 3.0) if state.grace > 3.0 else 0.0
-            self.state = replace(state, grace=self.now - state.since + grace)
+            grace = min(left, HURRIED_GRACE) if state.grace > HURRIED_GRACE else 0.0
+            self._enter(Phase.STOPPING, grace=grace)  # an agent counts a grace from when it hears of it: so do we
             return
         outcome = Outcome(exit_code=EXIT_SIGNAL_BASE + signal, text=f"stopped by signal {signal}")
         if any(member.alive for member in state.members.values()) and state.phase is not Phase.STARTING:
@@ -379,10 +386,7 @@ class _Transition:
         elif self.now - state.since > state.rules.shutdown_timeout + state.rules.teardown_timeout:
             for member in slow or [state.members[state.store_node]]:
                 self._lose(member.index, "did not end its old workers in time" if slow else "its store did not start")
-            if self._seat_empty():
-                self._refill()
-            else:
-                self._begin(state.lineup)
+            self._refill()
 
     def _settle_running(self) -> None:
         state = self.state
@@ -395,26 +399,27 @@ class _Transition:
             self._refill()
 
     def _worker_failed(self, cause: Ended) -> None:
-        state = self.state
+        """Count it against --max-restarts, unless it may only follow from the loss of another node, which never counts."""
+        state, exhausted = self.state, self.state.restarts_used >= self.state.rules.max_restarts
+        silent = [m for m in self._unfinished() if m.index != cause.node and _silent_since(m, cause)]
+        if any(not member.alive for member in silent):
+            self._refill()
+            return
+        if silent and exhausted:
+            return  # each is heard of or lost before long
         self.actions.append(
             FaultFound(kind="worker", node=cause.node, ranks=(cause.rank,), detail=how(cause.report.code), cause=cause)
         )
-        if state.restarts_used >= state.rules.max_restarts:
+        if exhausted:
             text = f"rank {cause.rank} on {state.members[cause.node].name} {how(cause.report.code)}"
             outcome = Outcome(exit_code=EXIT_WORKER_FAILED, text=text, cause=cause)
             self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=state.rules.shutdown_timeout)
             return
-        self.state = replace(state, restarts_used=state.restarts_used + 1)
-        if self._seat_empty():
-            self._refill()
-        else:
-            self._begin(state.lineup)
+        self.state = replace(state, restarts_used=state.restarts_used + 1, charged=cause)
+        self._refill()
 
     def _settle_waiting(self) -> None:
-        if not self._seat_empty():
-            self._begin(self.state.lineup)  # cannot happen by itself: a lost node never becomes alive again as it was
-            return
-        refilled = placement.refilled(self.state.lineup, self._candidates())
+        refilled = placement.refilled(self.state.lineup, self._seatable(), self.state.rules.seats_min)
         if refilled is not None:
             self._begin(refilled)
         elif self.now - self.state.since > self.state.rules.spare_timeout:
@@ -439,9 +444,9 @@ class _Transition:
         outcome = self.state.outcome
         if outcome is None or outcome.cause is None:
             return
-        began, cause = self.state.since, outcome.cause
+        cause = outcome.cause
         for ended in self.state.ended.values():
-            if ended.report.code != 0 and ended.at < min(cause.at, began):
+            if ended.report.code != 0 and ended.at < cause.at:
                 cause = ended
         if cause is not outcome.cause:
             text = f"rank {cause.rank} on {self.state.members[cause.node].name} {how(cause.report.code)}"
@@ -468,17 +473,27 @@ class _Transition:
         self._enter(Phase.LEAVING, outcome=outcome)
 
     def _candidates(self) -> list[Candidate]:
-        return [
-            Candidate(index=m.index, domain=m.domain, slots=m.slots, group_rank=m.group_rank, spare=m.spare)
-            for m in self.state.members.values()
-            if m.usable
-        ]
+        return [c for c in self._seatable() if c.ready]
 
-    def _missing(self) -> list[Member]:
-        """Nodes of the line-up that are gone and whose ranks had not all ended well."""
+    def _seatable(self) -> list[Candidate]:
+        """All that live: one that is suspect keeps its seat, else it could run on beside its successor."""
+        return [
+            Candidate(
+                index=m.index, domain=m.domain, slots=m.slots, group_rank=m.group_rank, spare=m.spare, ready=m.usable
+            )
+            for m in self.state.members.values()
+            if m.alive
+        ]  # fmt: skip
+
+    def _unfinished(self) -> list[Member]:
+        """Nodes of the line-up whose ranks have not all ended well."""
         state = self.state
         unfinished = {p.node for p in state.places if p.rank not in state.ended or state.ended[p.rank].report.code}
-        return [m for m in state.members.values() if not m.alive and m.index in unfinished]
+        return [m for m in state.members.values() if m.index in unfinished]
+
+    def _missing(self) -> list[Member]:
+        """Those of them that are gone."""
+        return [m for m in self._unfinished() if not m.alive]
 
     def _seat_empty(self) -> bool:
         return bool(self._missing())
@@ -490,18 +505,26 @@ class _Transition:
         ranks = tuple(p.rank for p in self.state.places if p.node == index and p.rank not in self.state.ended)
         self._update(index, state=NodeState.LOST, live=0, failures=member.failures + 1)
         self.actions.append(Fence(index, member.incarnation))
+        self._excuse(member)
         if self.state.phase in (Phase.LEAVING, Phase.STOPPING):
             return
         self.actions.append(FaultFound(kind="node", node=index, ranks=ranks, detail=detail))
         if member.failures + 1 <= self.state.rules.max_failures_per_host:
             self.actions.append(Relaunch(index))
 
+    def _excuse(self, lost: Member) -> None:
+        """A worker's end that was counted turns out to have followed from the loss of this node."""
+        state, cause = self.state, self.state.charged
+        if cause is None or lost.index == cause.node or not _silent_since(lost, cause):
+            return
+        if any(seat.node == lost.index for seat in state.lineup):
+            self.state = replace(state, restarts_used=state.restarts_used - 1, charged=None)
+
     def _refill(self) -> None:
-        """Give the empty seats to spare nodes; else shrink if the user allowed it; else wait for a host."""
-        state, candidates = self.state, self._candidates()
-        lineup = placement.refilled(state.lineup, candidates)
-        if lineup is None and state.rules.elastic:
-            lineup = placement.shrunk(state.lineup, candidates, state.rules.seats_min)
+        """All run again: empty seats go to spare nodes; else shrink if the user allowed it; else wait for a host."""
+        self.state = replace(self.state, ended={})  # a node whose ranks had ended well is missed now, too
+        state = self.state
+        lineup = placement.refilled(state.lineup, self._seatable(), state.rules.seats_min)
         if lineup is not None:
             self._begin(lineup)
             return
@@ -512,7 +535,8 @@ class _Transition:
     def _begin(self, lineup: tuple[Seat, ...]) -> None:
         """Start the next generation: everything older ends, its store starts on a live node of the line-up."""
         state = self.state
-        generation = state.generation.following()
+        waited = state.phase is Phase.WAITING  # the generation that waits is the one that begins: no worker was in it
+        generation = state.generation if waited else state.generation.following()
         before = {place.rank: place.node for place in state.places}
         self._enter(
             Phase.QUIESCING, generation=generation, lineup=lineup, store=None, store_node=lineup[0].node, ended={},
@@ -522,3 +546,8 @@ class _Transition:
             (p.rank, before[p.rank], p.node) for p in self.state.places if before.get(p.rank, p.node) != p.node
         )
         self.actions.append(GenerationBegun(generation, moved))
+
+
+def _silent_since(member: Member, cause: Ended) -> bool:
+    """Whether the node may have died before this worker did."""
+    return member.heard < cause.at + UNDER_WAY

@@ -29,6 +29,7 @@ from phoenix_launch.messages import (
 FORK_SERVER_RESTARTS: Final = 3  # within ...
 PARK_FAILURES: Final = 10  # ... and this many parked processes may end by themselves within ...
 FAILURE_WINDOW: Final = 60.0  # ... so many seconds; more is a complaint
+STORE_REFILL_SECONDS: Final = 10.0  # loading torch for the next store host would only slow down workers that start
 PARK_RETRY_SECONDS: Final = 0.2  # between two attempts to park a process when the last one ended by itself
 
 _ORDER: Final = {PlanPhase.QUIESCE: 0, PlanPhase.PARK: 1, PlanPhase.RUN: 1, PlanPhase.STOP: 2, PlanPhase.LEAVE: 3}
@@ -162,6 +163,7 @@ class NodeState:
         self._restarts: deque[float] = deque()
         self._park_failures: deque[float] = deque()
         self._park_after = float("-inf")
+        self._store_host_after = float("-inf")
 
     # --- what happened -----------------------------------------------------------------------------------------------
 
@@ -261,7 +263,7 @@ class NodeState:
         actions = [*self._prepare(now), *self._end(now)]
         self._quiesce()
         if self.prepare is not None and self.plan is not None:
-            actions += self._start(self.plan)
+            actions += self._start(self.plan, now)
         actions += self._refill(now)
         self._settle()
         return actions
@@ -271,6 +273,8 @@ class NodeState:
         times = [m.kill_at for m in self.members.values() if m.kill_at is not None and m.alive and not m.killed]
         if self._missing() > 0 and self._park_failures:
             times.append(self._park_after)
+        if self._lacks_store_host():
+            times.append(max(self._park_after, self._store_host_after))
         return min(times, default=None)
 
     def _prepare(self, now: float) -> Iterator[Action]:
@@ -314,12 +318,14 @@ class NodeState:
     def _is_outdated(store: Member, plan: NodePlan) -> bool:
         return store.generation < plan.generation and plan.phase in (PlanPhase.RUN, PlanPhase.PARK)
 
-    def _start(self, plan: NodePlan) -> Iterator[Action]:
+    def _start(self, plan: NodePlan, now: float) -> Iterator[Action]:
         if plan.host_store and plan.generation not in self._store_begun and plan.phase is not PlanPhase.STOP:
+            self._store_host_after = now
             host = self._parked(store=True)
             if host is not None:
                 self._store_begun.add(plan.generation)
                 host.role, host.generation = Role.STORE, plan.generation
+                self._store_host_after = now + STORE_REFILL_SECONDS
                 yield HostStore(host.key, plan.generation, plan.store_port)
         for order in self._waiting(plan):
             if self.quiesced < plan.generation:
@@ -362,12 +368,15 @@ class NodeState:
         if now >= self._park_after and not self.complaint:
             for _ in range(self._missing()):
                 yield ParkProcess(self._new(Role.PARKING).key)
-        stopping = self.plan is not None and self.plan.phase is PlanPhase.STOP
-        ready = any(m.store_only and m.role is not Role.STORE and m.alive for m in self.members.values())
-        if self.forking is Forking.SPAWN and not stopping and not ready and now >= self._park_after:
+        if self._lacks_store_host() and now >= max(self._park_after, self._store_host_after):
             host = self._new(Role.PARKING)
             host.store_only = True
             yield StartStoreHost(host.key)
+
+    def _lacks_store_host(self) -> bool:
+        stopping = self.plan is not None and self.plan.phase is PlanPhase.STOP
+        ready = any(m.store_only and m.role is not Role.STORE and m.alive for m in self.members.values())
+        return self.forking is Forking.SPAWN and not stopping and not ready and not self.complaint
 
     def _quiesce(self) -> None:
         """Note when no worker of an older generation is left, nothing of its tree, and nothing that is nobody's."""

@@ -16,6 +16,7 @@ class Candidate:
     slots: int
     group_rank: int = -1  # fixed by --node-rank, -1: any
     spare: bool = False
+    ready: bool = True  # False: keeps the seat it has, takes no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,12 @@ def first_lineup(candidates: Sequence[Candidate], seats: int) -> tuple[Seat, ...
     return tuple(Seat(c.index, c.slots) for c in (fixed.get(g) or next(others) for g in range(seats)))
 
 
-def refilled(lineup: Sequence[Seat], candidates: Sequence[Candidate]) -> tuple[Seat, ...] | None:
-    """The same line-up with every seat of a node that is gone given to a live node that is free; None if one stays empty.
+def refilled(lineup: Sequence[Seat], candidates: Sequence[Candidate], at_least: int) -> tuple[Seat, ...] | None:
+    """The same line-up with every seat of a node that is gone given to a live node that is free.
 
-    Of several that could, one in a failure domain that holds the fewest seats is taken (so that the spread over domains
-    is kept), then the one with the fewest slots to spare, then the lowest index.
+    Seats that nobody can take are left out (an elastic job shrinks); None when fewer than `at_least` would be left.
+    Of several nodes that could take one, one in a failure domain that holds the fewest seats is taken (so that the spread
+    over domains is kept), then the one with the fewest slots to spare, then the lowest index.
     """
     alive = {c.index: c for c in candidates}
     taken = {seat.node for seat in lineup if seat.node in alive}
@@ -63,21 +65,14 @@ def refilled(lineup: Sequence[Seat], candidates: Sequence[Candidate]) -> tuple[S
         if seat.node in alive:
             result.append(seat)
             continue
-        free = [c for c in candidates if c.index not in taken and c.slots >= seat.slots]
+        free = [c for c in candidates if c.ready and c.index not in taken and c.slots >= seat.slots]
         if not free:
-            return None
+            continue
         best = min(free, key=lambda c: (load[c.domain], c.slots, c.index))
         taken.add(best.index)
         load[best.domain] += 1
         result.append(Seat(best.index, seat.slots))
-    return tuple(result)
-
-
-def shrunk(lineup: Sequence[Seat], candidates: Sequence[Candidate], at_least: int) -> tuple[Seat, ...] | None:
-    """What is left of an elastic line-up, None below its minimum."""
-    alive = {c.index for c in candidates}
-    rest = tuple(seat for seat in lineup if seat.node in alive)
-    return rest if len(rest) >= at_least else None
+    return tuple(result) if len(result) >= at_least else None
 
 
 def places(lineup: Sequence[Seat]) -> tuple[RankPlace, ...]:

@@ -15,7 +15,8 @@ from phoenix_launch.cgroup import ControlGroup, OomWatch
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.endings import Endings
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.fork_link import LOCAL_SECONDS, ForkServer, Started, start
+from phoenix_launch.fork_link import LOCAL_SECONDS, ForkServer
+from phoenix_launch.fresh_process import Started, start
 from phoenix_launch.messages import (
     AgentBootstrap,
     Become,
@@ -42,10 +43,10 @@ from phoenix_launch.node_state import (
     Sweep,
 )
 from phoenix_launch.output import OutputPump, SpareLabel, WorkerLabel
+from phoenix_launch.owned_processes import OwnedProcesses
 from phoenix_launch.poll_loop import PollLoop
-from phoenix_launch.processes import ProcessStat, kill_descendants, look_up, reap
+from phoenix_launch.processes import ProcessStat, kill_descendants, look_up
 from phoenix_launch.timeouts import timeout
-from phoenix_launch.trees import Claim
 from phoenix_launch.worker_setup import (
     NodePlace,
     WorkerSetupError,
@@ -56,7 +57,7 @@ from phoenix_launch.worker_setup import (
     worker_environment,
 )
 
-LAST_WORDS_SECONDS: Final = 1.0  # from a fork server's closing its socket to its exit, and for an abandoned pipe
+ABANDONED_SECONDS: Final = 1.0  # for what is left in a pipe that is read no longer
 _CANNOT_EXECUTE: Final = 126  # as shells have it
 _NOT_FOUND: Final = 127
 
@@ -85,23 +86,28 @@ class Workers:
         self._pump = pump
         self._clock = clock
         self._remark = remark
-        self._processes: dict[int, NodeProcess] = {}  # fork servers have negative keys
-        self._claims: dict[int, Claim] = {}
-        self._keys: dict[int, int] = {}  # pid -> key, as long as the exit code was not collected
-        self._strangers: dict[int, int] = {}  # exit codes of processes that had not said yet which they are
         self._endings = Endings(bootstrap.timeouts.reap, remark)
+        self._owned = OwnedProcesses(loop, self._endings, lambda: state.parking, self._ended)
+        self._fork = ForkServer(
+            loop,
+            bootstrap.command,
+            bootstrap.timeouts.fork_server,
+            self._owned,
+            self._endings,
+            pump,
+            clock,
+            self._fork_ready,
+            lambda reason: state.on_fork_server_gone(reason, clock.now),
+        )
         self._groups = ControlGroup()
         self._oom = OomWatch(self._groups.oom_kills())
-        self._fork = ForkServer(loop, bootstrap.command, self._fork_ready, self._fork_broken)
-        self._fork_key = 0
-        self._fork_reason = ""
 
     # --- what was decided --------------------------------------------------------------------------------------------
 
     def act(self, action: Action) -> None:
         match action:
             case StartForkServer():
-                self._start_fork_server()
+                self._fork.start(self.environment, self._bootstrap.cwd)
             case ParkProcess(key=key):
                 self._park(key)
             case StartStoreHost(key=key):
@@ -122,22 +128,9 @@ class Workers:
         prepare = self._state.prepare
         return node_environment(self._bootstrap, prepare.environment if prepare else {}, self._place)
 
-    def _start_fork_server(self) -> None:
-        self._fork_key -= 1
-        self._fork_reason = ""
-        process = NodeProcess(self._fork_key)
-        try:
-            started = self._fork.start(self.environment, self._bootstrap.cwd)
-        except OSError as error:
-            self._state.on_fork_server_gone(f"it cannot be started: {error}", self._clock.now)
-            return
-        process.deadline = self._clock.now + self._bootstrap.timeouts.fork_server
-        self._own(process, started)
-        self._pump.attach(process.key, started.stdout, started.stderr, SpareLabel(process.pid))
-
     def _park(self, key: int) -> None:
         process = NodeProcess(key)
-        self._processes[key] = process
+        self._owned.add(process)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
         self._fork.park(key, theirs.fileno(), out_write, err_write)
@@ -157,7 +150,7 @@ class Workers:
             started = start(argv, self.environment, self._bootstrap.cwd, (descriptor,))
         except OSError as error:
             ours.close()
-            self._processes[key] = process
+            self._owned.add(process)
             self._remark(f"a store host cannot be started: {error}")
             self._state.on_exit(key, _NOT_FOUND, self._clock.now)
             return
@@ -169,7 +162,8 @@ class Workers:
         self._state.on_started(key, process.pid)
 
     def _run(self, action: RunWorker) -> None:
-        process = self._processes.setdefault(action.key, NodeProcess(action.key))
+        process = self._owned.get(action.key) or NodeProcess(action.key)
+        self._owned.add(process)
         order, command = action.order, self._bootstrap.command
         label = WorkerLabel(order.rank, order.local_rank, action.generation, action.attempt)
         try:
@@ -181,7 +175,7 @@ class Workers:
             return
         if not action.afresh:
             self._pump.relabel(action.key, label)
-            self._claims[action.key] = process.claim
+            self._owned.claim(process)
             self._tell(process, Become(environment, arguments(command, order.local_rank)))
             process.hang_up(self._loop)
             return
@@ -216,7 +210,7 @@ class Workers:
             self._state.on_exit(process.key, code, self._clock.now)
 
     def _host_store(self, action: HostStore) -> None:
-        process = self._processes[action.key]
+        process = self._owned[action.key]
         process.hosting = action.generation
         patience = self._bootstrap.timeouts.fork_server if self._state.forking is Forking.SPAWN else timeout("store")
         process.deadline = self._clock.now + patience
@@ -224,7 +218,7 @@ class Workers:
         self._tell(process, BecomeStore(self._address, action.port, low, high))
 
     def _pass_signal(self, key: int, number: int) -> None:
-        process = self._processes[key]
+        process = self._owned[key]
         if process.pid <= 0 or process.code is not None:
             return
         try:  # it leads its group, and its pid cannot be anybody else's while its exit code was not collected
@@ -244,14 +238,7 @@ class Workers:
 
     def _own(self, process: NodeProcess, started: Started) -> None:
         process.popen = started.popen
-        self._register(process, started.popen.pid)
-
-    def _register(self, process: NodeProcess, pid: int) -> None:
-        process.pid = pid
-        self._processes[process.key] = process
-        self._claims[process.key] = process.claim
-        self._keys[pid] = process.key
-        process.watch_exit(self._loop, self.collect)
+        self._owned.register(process, started.popen.pid)
 
     def _listen(self, process: NodeProcess, control: socket.socket) -> None:
         control.settimeout(LOCAL_SECONDS)
@@ -282,12 +269,12 @@ class Workers:
 
     def _parked(self, process: NodeProcess, pid: int) -> None:
         process.deadline = None
-        entry = look_up(pid)
-        if pid in self._strangers or entry is None or entry.parent != os.getpid():
+        entry, code = look_up(pid), self._owned.collected(pid)
+        if code is not None or entry is None or entry.parent != os.getpid():
             process.hang_up(self._loop)
-            self._never_parked(process, self._strangers.pop(pid, 1))
+            self._never_parked(process, code if code is not None else 1)
             return
-        self._register(process, pid)
+        self._owned.register(process, pid)
         self._pump.attach(process.key, process.output[0], process.output[1], SpareLabel(pid))
         process.output = ()
         self._state.on_parked(process.key, pid)
@@ -296,24 +283,11 @@ class Workers:
         process.code = code
         self._state.on_exit(process.key, code, self._clock.now)
 
-    def collect(self) -> None:
-        """Take the exit codes of whatever has ended."""
-        parking = self._state.parking
-        for pid, code in reap().items():
-            key = self._keys.pop(pid, None)
-            if key is not None:
-                self._ended(self._processes[key], code)
-            elif parking:
-                self._strangers[pid] = code
-        if not parking:
-            self._strangers.clear()
-
     def _ended(self, process: NodeProcess, code: int) -> None:
         now = self._clock.now
-        process.ended(self._loop, code)
         process.drain_until = now + self._bootstrap.timeouts.drain_output
         if process.key < 0:
-            self._fork_ended(process, code)
+            self._fork.ended(process, code)
             return
         process.oom_killed = self._oom.killed(code, self._groups.oom_kills())
         process.error = read_error_file(process.error_file)
@@ -321,70 +295,51 @@ class Workers:
             code = process.verdict
         self._state.on_exit(process.key, code, now)
 
-    # --- the fork server ---------------------------------------------------------------------------------------------
-
     def _fork_ready(self, ready: ForkServerReady) -> None:
-        self._processes[self._fork_key].deadline = None
         for text in ready.remarks:
             self._remark(text)
         if ready.fork_unsafe:
             self._remark(f"processes cannot be forked here, each worker is started afresh: {ready.fork_unsafe}")
-            self._fork.close()
         self._state.on_fork_server_up(ready.fork_unsafe)
-
-    def _fork_broken(self, reason: str) -> None:
-        self._fork_reason = reason
-        process = self._processes.get(self._fork_key)
-        if process is not None and process.code is None:
-            process.deadline = self._clock.now + LAST_WORDS_SECONDS
-
-    def _fork_ended(self, process: NodeProcess, code: int) -> None:
-        self._endings.end(process.key, self._clock.now)
-        if process.key == self._fork_key:
-            self._fork.close()
-            words = self._pump.tail(process.key).strip().rpartition("\n")[2]
-            reason = ", ".join(text for text in (f"exit code {code}", self._fork_reason, words) if text)
-            self._state.on_fork_server_gone(reason, self._clock.now)
 
     # --- from time to time -------------------------------------------------------------------------------------------
 
     @property
+    def urgent(self) -> bool:
+        """Whether `advance` has something to do at once."""
+        return self._endings.fresh
+
+    @property
     def busy(self) -> bool:
         """Whether `advance` has something to do soon."""
-        return self._endings.pending or any(
-            p.drain_until is not None and not p.drained for p in self._processes.values()
-        )
+        return self._endings.pending or any(p.drain_until is not None and not p.drained for p in self._owned)
 
     def next_deadline(self) -> float | None:
-        return min((p.deadline for p in self._processes.values() if p.deadline is not None), default=None)
+        return min((p.deadline for p in self._owned if p.deadline is not None), default=None)
 
     def advance(self) -> None:
         """What needs no event: exits of strangers, trees that are being ended, output that is still read, deadlines."""
-        self.collect()
+        self._owned.collect()
         now = self._clock.now
         if self._endings.pending:
-            done = self._endings.round(self._claims.values(), now, not self._state.parking, self._exited)
+            done = self._owned.round(now)
             for key in done.cleared:
-                self._claims.pop(key, None)
                 if key > 0:
                     self._state.on_cleared(key)
             if done.swept:
                 self._state.on_swept()
-        for process in list(self._processes.values()):
+        for process in self._owned:
             if process.deadline is not None and now >= process.deadline:
                 self._overdue(process)
             if process.drain_until is not None and not process.drained:
                 self._drain(process, process.drain_until, now)
-            self._forget(process)
-
-    def _exited(self, key: int) -> bool:
-        return self._processes[key].code is not None or not self._processes[key].pid
+            if process.key not in self._state.members:
+                self._owned.drop(process)
 
     def _overdue(self, process: NodeProcess) -> None:
         process.deadline = None
         if process.key < 0:
-            self._fork_reason = self._fork_reason or f"not ready within {self._bootstrap.timeouts.fork_server:g} s"
-            self._endings.end(process.key, self._clock.now)
+            self._fork.overdue(process)
         elif process.hosting is not None:
             report = StoreReport(process.hosting, self._address, 0, "the store did not start in time")
             self._state.on_store_up(process.key, report)
@@ -394,7 +349,7 @@ class Workers:
             self._never_parked(process)
 
     def _drain(self, process: NodeProcess, until: float, now: float) -> None:
-        process.drained = self._pump.finished(process.key) or now >= until + LAST_WORDS_SECONDS
+        process.drained = self._pump.finished(process.key) or now >= until + ABANDONED_SECONDS
         if now >= until:
             self._pump.abandon(process.key)
         process.tail = self._pump.tail(process.key) or process.tail
@@ -403,18 +358,11 @@ class Workers:
             self._pump.forget(process.key)
             process.close(self._loop)
 
-    def _forget(self, process: NodeProcess) -> None:
-        """Nothing is left of it, and nobody reports it any more."""
-        over = process.drained or (process.code is not None and not process.pid)
-        if over and process.key not in self._claims and process.key not in self._state.members:
-            process.close(self._loop)
-            del self._processes[process.key]
-
     def rank_reports(self) -> tuple[RankReport, ...]:
         now = self._clock.now
         reports = []
         for member in self._state.workers():
-            process, order = self._processes[member.key], member.order
+            process, order = self._owned[member.key], member.order
             if order is None:
                 continue
             ended = None
@@ -428,13 +376,13 @@ class Workers:
         """A drill's harm: SIGKILL to one worker, and to nothing of its tree."""
         for member in self._state.workers():
             if member.order is not None and member.order.rank == rank and member.alive and member.pid > 0:
-                process = self._processes[member.key]
+                process = self._owned[member.key]
                 if process.pidfd >= 0:
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
 
     def end_everything(self) -> list[ProcessStat]:
         """Nothing below this process lives any more; returns what would not die."""
         self._fork.close()
-        for process in self._processes.values():
+        for process in self._owned:
             process.hang_up(self._loop)
         return kill_descendants(self._bootstrap.timeouts.reap)

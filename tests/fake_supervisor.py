@@ -64,7 +64,9 @@ def plan(generation: Generation, phase: PlanPhase, *ranks: RankOrder, **fields: 
 class Node:
     """One guardian with its agent, and what has been heard of them."""
 
-    def __init__(self, supervisor: FakeSupervisor, name: str, bootstrap: AgentBootstrap, environ: dict[str, str]) -> None:
+    def __init__(
+        self, supervisor: FakeSupervisor, name: str, bootstrap: AgentBootstrap, environ: dict[str, str]
+    ) -> None:
         self.supervisor = supervisor
         self.name = name
         self.bootstrap = bootstrap
@@ -94,7 +96,7 @@ class Node:
         hello = self.until(lambda: self.hello, what=f"{self.name} says hello")
         return hello.facts.agent_pid
 
-    def until(self, check: Callable[[], T | None | bool], seconds: float = 20.0, what: str = "") -> T:
+    def until(self, check: Callable[[], T | bool | None], seconds: float = 20.0, what: str = "") -> T:
         return self.supervisor.until(check, seconds, what or f"{self.name}: {self.report}")
 
     def until_report(self, check: Callable[[NodeReport], object], seconds: float = 20.0) -> NodeReport:
@@ -175,7 +177,7 @@ class FakeSupervisor:
         path.write_text(text)
         return path
 
-    def until(self, check: Callable[[], T | None | bool], seconds: float = 20.0, what: str = "") -> T:
+    def until(self, check: Callable[[], T | bool | None], seconds: float = 20.0, what: str = "") -> T:
         """The first true value of `check`; messages are heard and answered meanwhile."""
         deadline = time.monotonic() + seconds
         while True:

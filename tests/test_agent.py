@@ -69,7 +69,12 @@ def start(supervisor: FakeSupervisor, script: str, *args: str, **changes: Any) -
 
 
 def test_a_worker_gets_its_environment_arguments_and_place(supervisor: FakeSupervisor) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "PHOENIX_JOB_KEY": "secret", "ODD": "a 'b'\n\"c\"", "NCCL_SOCKET_IFNAME": "eth7"}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PHOENIX_JOB_KEY": "secret",
+        "ODD": "a 'b'\n\"c\"",
+        "NCCL_SOCKET_IFNAME": "eth7",
+    }
     node = start(supervisor, DUMP, "--x", "${local_rank}", "", "a b", "--", "$$", environment=environment)
     node.send(Prepare({"PREPARED": "1"}, 0))
     node.send(plan(G1, PlanPhase.RUN, order(1, WORLD_SIZE="2")))
@@ -179,7 +184,9 @@ def test_a_signal_is_reported_as_its_negative_and_an_old_error_file_is_not_taken
     assert ended is not None and (ended.code, ended.error) == (-signal.SIGSEGV, "")
 
 
-@pytest.mark.parametrize("words", ['{"cut": ', "x", "[" * 100_000, '"' + "x" * (65 << 10) + '"'], ids=["cut", "no", "deep", "long"])
+@pytest.mark.parametrize(
+    "words", ['{"cut": ', "x", "[" * 100_000, '"' + "x" * (65 << 10) + '"'], ids=["cut", "no", "deep", "long"]
+)
 def test_an_error_file_that_is_no_json_or_too_long_is_left_out(supervisor: FakeSupervisor, words: str) -> None:
     script = f"import os; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({words!r}); os._exit(1)"
     node = start(supervisor, script)

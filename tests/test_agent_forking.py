@@ -42,7 +42,11 @@ def start(supervisor: FakeSupervisor, *args: str, parked: int = 2, script: str =
 
 def fork_server(node: Node) -> psutil.Process:
     children = psutil.Process(node.agent_pid).children()
-    return next(child for child in children if "phoenix_runtime.fork_server" in child.cmdline() and child.pid not in parked(node))
+    return next(
+        child
+        for child in children
+        if "phoenix_runtime.fork_server" in child.cmdline() and child.pid not in parked(node)
+    )
 
 
 def parked(node: Node) -> set[int]:

@@ -113,7 +113,11 @@ def test_they_are_in_a_session_without_a_terminal(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [(b"", "the channel closed before"), (b'{"job": "x"', "the channel closed before"), (b"{}\n", "malformed bootstrap")],
+    [
+        (b"", "the channel closed before"),
+        (b'{"job": "x"', "the channel closed before"),
+        (b"{}\n", "malformed bootstrap"),
+    ],
 )
 def test_a_bootstrap_that_is_cut_short_is_one_clear_line(line: bytes, said: str, tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(Path(__file__).parent.parent), "XDG_RUNTIME_DIR": str(tmp_path)}

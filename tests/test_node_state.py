@@ -138,7 +138,10 @@ def test_a_worker_that_ended_is_not_started_again_in_its_generation() -> None:
     end(state, keys[0], 1, 1.0)
     state.on_plan(plan(G1, PlanPhase.RUN, order(0), order(1)), 2.0)
     assert only(state.decide(2.0), RunWorker) == []
-    assert {m.order.rank: m.state for m in state.workers() if m.order} == {0: ProcessState.GONE, 1: ProcessState.RUNNING}
+    assert {m.order.rank: m.state for m in state.workers() if m.order} == {
+        0: ProcessState.GONE,
+        1: ProcessState.RUNNING,
+    }
 
 
 def test_an_older_plan_is_ignored() -> None:
@@ -344,7 +347,9 @@ EVENTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(st.booleans(), EVENTS)
-def test_whatever_happens_generations_never_mix_and_no_rank_runs_twice(forks: bool, events: list[tuple[object, ...]]) -> None:
+def test_whatever_happens_generations_never_mix_and_no_rank_runs_twice(
+    forks: bool, events: list[tuple[object, ...]]
+) -> None:
     state = NodeState(FORK if forks else SPAWN)
     state.on_prepare(Prepare({}, 1))
     begun: list[tuple[Generation, int]] = []
