@@ -19,7 +19,7 @@ from phoenix_launch.arrival import arrived
 from phoenix_launch.bus import AgentLink, OutputSender
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.facts import endpoint_address, find_place, gather
-from phoenix_launch.guardian import LONGEST_NAME, say
+from phoenix_launch.guardian import say
 from phoenix_launch.harm import power_loss
 from phoenix_launch.messages import (
     AgentBootstrap,
@@ -39,11 +39,14 @@ from phoenix_launch.messages import (
     ReportAck,
     ToAgent,
 )
-from phoenix_launch.node_state import Leave, NodeState
+from phoenix_launch.node_actions import Leave
+from phoenix_launch.node_report import is_news, node_report
+from phoenix_launch.node_state import NodeState
 from phoenix_launch.output import OutputPump
 from phoenix_launch.poll_loop import PollLoop
 from phoenix_launch.probes import Dialer, ProbeListener
 from phoenix_launch.processes import become_subreaper, described
+from phoenix_launch.runtime_folder import LONGEST_NAME
 from phoenix_launch.worker_setup import NodePlace
 from phoenix_launch.workers import Workers
 
@@ -57,6 +60,7 @@ def run(line: bytes, guardian: int, runtime: Path) -> int:
     """The agent's whole life; returns its exit code. `line` is the bootstrap, `runtime` the folder of the sockets."""
     # Between fork and exec we run nothing that could need another thread's lock.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    channel = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -66,17 +70,18 @@ def run(line: bytes, guardian: int, runtime: Path) -> int:
         say(f"phoenix agent: a malformed bootstrap line: {error}")
         return EXIT_ALONE
     become_subreaper()
-    agent = Agent(bootstrap, guardian, runtime)
+    agent = Agent(bootstrap, guardian, runtime, channel)
     return agent.serve()
 
 
 class Agent:
     """One node of one job."""
 
-    def __init__(self, bootstrap: AgentBootstrap, guardian: int, runtime: Path) -> None:
+    def __init__(self, bootstrap: AgentBootstrap, guardian: int, runtime: Path, channel: int) -> None:
         self._bootstrap = bootstrap
         self._guardian = guardian
         self._runtime = runtime
+        self._channel = channel  # what brought the bootstrap
         self._clock = OwnClock()
         self._loop = PollLoop()
         self._remarks: deque[str] = deque()  # the output pump's thread appends, this one takes
@@ -98,11 +103,12 @@ class Agent:
         )
         self._started = self._heard_at = self._clock.now
         self._heard = False  # anything, ever
-        self._hinted = False
+        self._dialled = False  # the supervisor, by a plain connection
+        self._unreachable = False
         self._dialers: list[Dialer] = []
         self._sequence = 0
         self._said_at = float("-inf")
-        self._said: object = None  # what the last report was about
+        self._said: NodeReport | None = None
         self._exit: int | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -110,11 +116,13 @@ class Agent:
     def serve(self) -> int:
         self._loop.watch(self._link.socket, self._hear)
         self._watch_guardian()
+        self._loop.watch(self._channel, self._channel_closed)
         while self._exit is None:
             self._advance()
             wait = self._patience()
-            self._loop.wait(wait)
+            ready = self._loop.wait(wait)
             self._clock.tick(wait)
+            self._loop.dispatch(ready)
         return self._exit
 
     def _patience(self) -> float:
@@ -158,17 +166,27 @@ class Agent:
         self._end_alone()
         shutil.rmtree(self._runtime, ignore_errors=True)
 
+    def _channel_closed(self) -> None:
+        """Later it matters to nobody; but a start that was broken off before we were heard of leaves nothing behind."""
+        self._loop.forget(self._channel)
+        os.close(self._channel)
+        if not self._heard:
+            say(f"phoenix agent: the channel closed before the supervisor answered, {self._bootstrap.node} ends")
+            self._end_alone()
+
     def _check_supervisor(self) -> None:
         timeouts = self._bootstrap.timeouts
         silent = self._clock.now - self._heard_at
-        if not self._heard and not self._hinted and silent >= timeouts.connect:
-            self._hinted = True
-            self._dial_supervisor()
-        if silent >= timeouts.orphan and self._exit is None:
+        if not self._heard and not self._dialled and silent >= timeouts.connect / 2:
+            self._dialled = True
+            self._dial_supervisor(timeouts.connect / 2)
+        if self._unreachable and not self._heard:
+            self._end_alone()
+        elif silent >= timeouts.orphan and self._exit is None:
             say(f"phoenix agent: no word from the supervisor for {silent:.0f} s, {self._bootstrap.node} ends")
             self._end_alone()
 
-    def _dial_supervisor(self) -> None:
+    def _dial_supervisor(self, seconds: float) -> None:
         """Why nothing was heard, as far as a plain connection tells."""
         endpoint = self._bootstrap.control_endpoint
         host, port = endpoint_address(endpoint)
@@ -176,8 +194,9 @@ class Agent:
         def done(peers: tuple[PeerProbe, ...]) -> None:
             reason = peers[0].error or "connected, but it does not answer (another key, or another job?)"
             say(f"cannot reach the supervisor at {endpoint}: {reason}")
+            self._unreachable = bool(peers[0].error)
 
-        deadline = self._clock.now + self._bootstrap.timeouts.connect
+        deadline = self._clock.now + seconds
         peer = PeerProbe("", host, port)
         self._dialers.append(Dialer(self._loop, (peer,), self._bootstrap.job, deadline, done, greeted=False))
 
@@ -221,7 +240,7 @@ class Agent:
 
     def _report(self) -> None:
         """The whole state, when it has changed or a heartbeat is due; before anything was heard, who we are."""
-        state, now = self._state, self._clock.now
+        now = self._clock.now
         due = now - self._said_at >= self._bootstrap.timeouts.heartbeat_interval
         if not self._heard:
             if due:
@@ -229,30 +248,10 @@ class Agent:
                 self._link.send(Hello(self._bootstrap.incarnation, self._bootstrap.node, self._facts), self._generation)
             return
         ranks = self._workers.rank_reports()
-        parked = state.parked_pids()
-        exits = tuple((r.exit.code, r.exit.error, r.exit.tail) if r.exit else None for r in ranks)
-        about = (
-            *(state.prepared, parked, state.quiesced, state.applied, state.store, state.complaint),
-            *((r.rank, r.generation, r.pid, r.state) for r in ranks),
-            exits,
-        )
-        if not due and about == self._said:
-            return
-        self._said, self._said_at = about, now
-        self._sequence += 1
-        report = NodeReport(
-            incarnation=self._bootstrap.incarnation,
-            seq=self._sequence,
-            prepared=state.prepared,
-            parked=len(parked),
-            parked_pids=parked,
-            quiesced=state.quiesced,
-            applied=state.applied,
-            ranks=ranks,
-            store=state.store,
-            complaint=state.complaint,
-        )
-        self._link.send(report, self._generation)
+        report = node_report(self._bootstrap.incarnation, self._sequence + 1, self._state, ranks)
+        if due or is_news(report, self._said):
+            self._said, self._said_at, self._sequence = report, now, report.seq
+            self._link.send(report, self._generation)
 
     def _say_remarks(self) -> None:
         while self._heard and self._remarks:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import msgspec
 
-from phoenix_launch.messages import AgentBootstrap
+from phoenix_launch.jobs import jobs_root
+from phoenix_launch.messages import AgentBootstrap, OutputSettings
 
 EVERYWHERE = "0.0.0.0"
 _SESSION = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY", "PHOENIX_JOB_KEY")
@@ -30,7 +32,17 @@ def arrived(bootstrap: AgentBootstrap, environ: Mapping[str, str]) -> AgentBoots
         output_endpoint=_dialled(bootstrap.output_endpoint, client),
         address=bootstrap.address or ("" if bootstrap.interface else server),
         environment={**here, **bootstrap.environment},
+        output=_placed(bootstrap.output, environ),
     )
+
+
+def _placed(output: OutputSettings, environ: Mapping[str, str]) -> OutputSettings:
+    """Folders that are no absolute paths lie where this user's jobs are kept."""
+    if os.path.isabs(output.folder):
+        return output
+    root = jobs_root(environ)
+    folder = str(root / output.torchrun_folder) if output.torchrun_folder else ""
+    return msgspec.structs.replace(output, folder=str(root / output.folder), torchrun_folder=folder)
 
 
 def _dialled(endpoint: str, client: str) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from phoenix_launch.errors import PhoenixError, ProtocolError, StartError, UsageError
+from phoenix_launch.errors import PhoenixError, PortInUseError, ProtocolError, StartError, UsageError
 from phoenix_launch.messages import (
     JOINING,
     MAX_MESSAGE_BYTES,
@@ -38,6 +39,7 @@ from phoenix_launch.messages import (
 
 OUTPUT_QUEUE = 32  # chunks of at most 64 KiB at each end: what may be on its way to a slow terminal
 CONTROL_QUEUE = 2000
+LAST_OUTPUT_SECONDS = 0.5  # what is in a node's queue may take to the supervisor when the node leaves
 _CONNECTION_EVENTS = zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
@@ -96,6 +98,19 @@ class BusCounters:
     connections: Counter[zmq.Event] = field(default_factory=Counter)
 
     @property
+    def dropped(self) -> int:
+        return self.unauthorised + self.malformed
+
+    @property
+    def harm(self) -> str:
+        """In words, for the user; empty when nothing came that should not have."""
+        if self.malformed:
+            return f"a message was dropped: {self.first_malformed or 'one that its sender may not send'}"
+        if self.unauthorised:
+            return "a message under a key that is not (or no longer) allowed was dropped"
+        return "a connection came and went without showing a key that it knows" if self.strangers else ""
+
+    @property
     def strangers(self) -> int:
         """Connections that went without having shown a key we know: wrong keys, and clients of no protocol at all.
 
@@ -127,17 +142,25 @@ class SupervisorBus:
     """The supervisor's end: a ROUTER for control, a PULL for worker output (owned by the console's thread after `start`)."""
 
     def __init__(
-        self, job: str, keys: KeyPair, address: str, *, port: int = 0, ports: tuple[int, int] = (0, 0)
+        self,
+        job: str,
+        keys: KeyPair,
+        address: str,
+        *,
+        port: int = 0,
+        ports: tuple[int, int] = (0, 0),
+        allowed: Mapping[str, Peer] | None = None,
     ) -> None:
         """Bind on `address`. `port`: exactly this one for control; else one of `ports` (low, high), else any.
 
+        `allowed`: who may already be waiting for this port to open, by key (libzmq never tries again once refused).
         Raises StartError when a port is in use or the address is not this machine's.
         """
         self.job = job
         self.keys = keys
         self.counters = BusCounters()
         self.context = zmq.Context()
-        self._allowed = _AllowList()
+        self._allowed = _AllowList(dict(allowed or {}))
         self._routes: dict[str, bytes] = {}  # agent's name -> newest route
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
@@ -181,7 +204,7 @@ class SupervisorBus:
             ) from None
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
-                raise StartError(
+                raise PortInUseError(
                     f"port {port} on {address} is in use", hint="choose another port, or leave it to phoenix-run"
                 ) from None
             raise StartError(
@@ -262,9 +285,11 @@ class SupervisorBus:
             self.counters.first_malformed = self.counters.first_malformed or str(error)
             return None
 
-    def close(self) -> None:
+    def close(self, linger: float = 0.0) -> None:
+        """`linger`: seconds that what was said last may take to leave."""
         self.control.disable_monitor()
-        for socket in (self.monitor, self.control, self.output):
+        self.control.close(round(linger * 1000))
+        for socket in (self.monitor, self.output):
             socket.close(0)
         self._authenticator.stop()
         self.context.destroy(0)
@@ -274,6 +299,7 @@ class _Client:
     """A CURVE client socket with its own context; closing it leaves nothing behind."""
 
     def __init__(self, kind: int, endpoint: str, server_key: str, keys: KeyPair, queue: int) -> None:
+        self.endpoint = endpoint
         self.context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self.context.socket(kind)
         self.socket.curve_serverkey = server_key.encode()
@@ -327,6 +353,9 @@ class OutputSender(_Client):
         super().__init__(zmq.PUSH, bootstrap.output_endpoint, bootstrap.server_key, keys, OUTPUT_QUEUE)
         self.job = bootstrap.job
 
+    def close(self, linger: float = LAST_OUTPUT_SECONDS) -> None:
+        super().close(linger)
+
     def send(self, body: FromOutput, timeout: float) -> bool:
         """False when the queue stayed full for `timeout` seconds."""
         if not self.socket.poll(int(timeout * 1000), zmq.POLLOUT):
@@ -357,7 +386,14 @@ class ClientLink(_Client):
         return answer
 
     def say(self, body: Body) -> None:
-        self.socket.send(encode(Envelope(PROTOCOL, self.job, NO_GENERATION, body)))
+        """Never blocks. After a refusal (another job had the port, with another key) the next word tries anew."""
+        data = encode(Envelope(PROTOCOL, self.job, NO_GENERATION, body))
+        try:
+            self.socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            self.socket.disconnect(self.endpoint)  # without this, connecting again does nothing
+            self.socket.connect(self.endpoint)
+            self.socket.send(data, zmq.NOBLOCK)
 
     def listen(self, timeout: float) -> Body | None:
         """The next message within `timeout` seconds, else None."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phoenix_launch import membership
+from phoenix_launch.bus import BusCounters
 from phoenix_launch.console import Console
 from phoenix_launch.errors import EXIT_OK, PhoenixError
 from phoenix_launch.hosts import NodeSpec
@@ -44,12 +45,13 @@ class Chronicle:
     reports: dict[int, NodeReport] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     last_swap: SwapStatus | None = None
+    counters: BusCounters = field(default_factory=BusCounters)  # the bus counts, status tells
     _seen_workers: set[tuple[int, Generation]] = field(default_factory=set)
     _seen_parked: set[int] = field(default_factory=set)
     _lost: list[int] = field(default_factory=list)  # ranks lost since the last generation ran
     _fault_at: float = 0.0
     _repair: _Repair | None = None
-    _job: str = ""
+    _unsaved: bool = False  # said once
 
     @classmethod
     def open(cls, folder: JobFolder, console: Console, hosts: list[str], settings: RunSettings) -> Chronicle:
@@ -131,7 +133,8 @@ class Chronicle:
             case membership.WaitingForNode(text):
                 self.console.say(f"phoenix-run: {text}")
             case _:
-                pass
+                return
+        self._save(self.status(state))  # for `jobs`, and for whoever asks when the supervisor is gone
 
     def _fault(self, fault: membership.FaultFound, state: State, now: float) -> None:
         name = state.members[fault.node].name
@@ -188,6 +191,8 @@ class Chronicle:
             last_swap=self.last_swap,
             reason=outcome.text if outcome else "",
             restarts=state.restarts_used,
+            dropped_messages=self.counters.dropped,
+            strangers=self.counters.strangers,
         )
 
     def _nodes(self, state: State) -> tuple[NodeStatus, ...]:
@@ -222,7 +227,9 @@ class Chronicle:
         try:
             self.folder.write_status(status)
         except PhoenixError as error:
-            self.console.say(f"phoenix-run: {error.message}")
+            if not self._unsaved:
+                self.console.say(f"phoenix-run: {error.message}")
+            self._unsaved = True
 
 
 def _job_state(state: State) -> JobState:

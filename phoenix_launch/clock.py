@@ -13,7 +13,8 @@ class OwnClock:
     """Monotonic seconds, less the time by which the owner's own loop came late.
 
     The owner calls `tick` after each wait with the longest time the wait could have taken; what is more than
-    `LATE_SECONDS` beyond it was not lived through, and is left out.
+    `LATE_SECONDS` beyond it was not lived through, and is left out. Between two ticks the clock stands still: its owner
+    may be stopped anywhere, and nothing may look overdue before the tick has seen that.
     """
 
     def __init__(self, source: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +24,8 @@ class OwnClock:
 
     @property
     def now(self) -> float:
-        return self._source() - self._left_out
+        """The moment of the last tick."""
+        return self._last - self._left_out
 
     def tick(self, longest_wait: float) -> float:
         """Returns by how many seconds this tick was late, 0.0 when it was in time."""

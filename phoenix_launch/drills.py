@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phoenix_launch.errors import UsageError
@@ -64,6 +65,20 @@ def parse_plan(text: str) -> DrillPlan:
         raise UsageError(f"--rank and --after of the drill {text!r} must not be negative", hint=_HINT)
     check_aim(kind, rank, node)
     return DrillPlan(kind=kind, rank=rank, node=node, after=after)
+
+
+def check_targets(plans: Iterable[DrillPlan], nodes: Sequence[str], ranks: int) -> None:
+    """Raises UsageError for a drill that could never hit: `nodes` are the names by index, `ranks` how many, if known."""
+    for plan in plans:
+        known = not plan.node or plan.node in nodes or (plan.node.isdecimal() and int(plan.node) < len(nodes))
+        if not known:
+            raise UsageError(
+                f"--drill {plan.kind.value}: there is no node {plan.node}", hint=f"nodes: {', '.join(nodes)}"
+            )
+        if ranks and plan.rank >= ranks:
+            raise UsageError(
+                f"--drill {plan.kind.value}: there is no rank {plan.rank}", hint=f"ranks: 0 to {ranks - 1}"
+            )
 
 
 def check_aim(kind: DrillKind, rank: int, node: str) -> None:

@@ -74,7 +74,7 @@ class Endings:
         late = now >= self._sweep_deadline
         if late and may_sweep and strangers:
             self._remark(f"these processes do not die: {described(strangers)}")
-        if late or (may_sweep and not strangers):
+        if late or not strangers:  # while a process may be nobody's for a moment, having none is an answer all the same
             self._sweep_deadline = None
             return True
         return False

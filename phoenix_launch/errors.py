@@ -50,6 +50,10 @@ class StartError(PhoenixError):
         return f"{self.details}\n{shown}" if self.details else shown
 
 
+class PortInUseError(StartError):
+    """Somebody else listens where the job was to."""
+
+
 class NoReplacementError(PhoenixError):
     """A node was lost and nothing can take its place: starting the same job again unchanged will not help."""
 

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 
 from phoenix_launch import __version__
 from phoenix_launch.cgroup import ControlGroup
-from phoenix_launch.messages import AgentBootstrap, HostFacts, OutputSettings, RunMode
+from phoenix_launch.messages import AgentBootstrap, Command, HostFacts, OutputSettings, RunMode
 
 LOOPBACK: Final = ("127.0.0.1", "lo")
 _NVIDIA_DEVICE: Final = re.compile(r"nvidia\d+")
@@ -26,7 +26,7 @@ _NVIDIA_DEVICE: Final = re.compile(r"nvidia\d+")
 def gather(bootstrap: AgentBootstrap, place: tuple[str, str], probe_port: int, guardian: int) -> HostFacts:
     """`place` is the address and the interface, as `find_place` says."""
     cwd_error = folder_error(bootstrap.cwd)
-    digest, script_error = ("", "") if cwd_error else script_digest(bootstrap)
+    digest, script_error = ("", "") if cwd_error else script_digest(bootstrap.command, bootstrap.cwd)
     groups = ControlGroup()
     return HostFacts(
         hostname=socket.gethostname(),
@@ -89,12 +89,11 @@ def disk_free(folder: str) -> int:
         return 0
 
 
-def script_digest(bootstrap: AgentBootstrap) -> tuple[str, str]:
+def script_digest(command: Command, cwd: str) -> tuple[str, str]:
     """(BLAKE2 of the script's bytes, "") or ("", why it cannot be read); both empty when there is no script file."""
-    command = bootstrap.command
     if command.mode not in (RunMode.SCRIPT, RunMode.RUN_PATH):
         return "", ""
-    path = Path(bootstrap.cwd, command.target)
+    path = Path(cwd, command.target)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest(), ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phoenix_launch.processes import child_setup
@@ -18,8 +19,17 @@ class Started:
     stderr: int
 
 
-def start(argv: list[str], environment: dict[str, str], cwd: str, descriptors: tuple[int, ...] = ()) -> Started:
-    """It reads from /dev/null and inherits `descriptors` besides its output. Raises OSError."""
+def start(
+    argv: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    descriptors: tuple[int, ...] = (),
+    cpus: frozenset[int] = frozenset(),
+) -> Started:
+    """It reads from /dev/null and inherits `descriptors` besides its output. Raises OSError.
+
+    `cpus`: all that it may run on, empty: as we do.
+    """
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
     try:
         popen = subprocess.Popen(
@@ -31,7 +41,7 @@ def start(argv: list[str], environment: dict[str, str], cwd: str, descriptors: t
             stderr=err_write,
             pass_fds=descriptors,
             start_new_session=True,
-            preexec_fn=child_setup(os.getpid()),
+            preexec_fn=_bound(child_setup(os.getpid()), cpus),
         )
     except BaseException:
         os.close(out_read)
@@ -41,3 +51,17 @@ def start(argv: list[str], environment: dict[str, str], cwd: str, descriptors: t
         os.close(out_write)
         os.close(err_write)
     return Started(popen, out_read, err_read)
+
+
+def _bound(setup: Callable[[], None], cpus: frozenset[int]) -> Callable[[], None]:
+    if not cpus:
+        return setup
+
+    def bound() -> None:
+        setup()
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError:  # an exception here would be no OSError for who starts it
+            os.write(2, b"phoenix-run: the CPUs that this process is to be bound to may not be used\n")
+
+    return bound

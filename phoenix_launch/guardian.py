@@ -11,17 +11,14 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from phoenix_launch.processes import POLITE_SIGNALS, become_subreaper, described, kill_descendants
+from phoenix_launch.runtime_folder import make_runtime_folder
 from phoenix_launch.timeouts import timeout
 
 MAX_BOOTSTRAP_BYTES: Final = 64 << 20
-SOCKET_PATH_BYTES: Final = 107  # what the kernel takes for the path of a Unix socket
-LONGEST_NAME: Final = "/agent.sock"
 
 
 def say(text: str) -> None:
@@ -45,20 +42,6 @@ def read_bootstrap(descriptor: int) -> bytes:
             break
         line += part
     return bytes(line)
-
-
-def make_runtime_folder(environment: Mapping[str, str]) -> Path:
-    """A fresh folder, 0700, for this node's sockets: not the job's folder (NFS, and a socket's path must be short)."""
-    places = [environment.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
-    error: OSError | None = None
-    for place in places:
-        if not place or len(os.fsencode(place)) + len("/phoenix-12345678" + LONGEST_NAME) > SOCKET_PATH_BYTES:
-            continue
-        try:
-            return Path(tempfile.mkdtemp(prefix="phoenix-", dir=place))
-        except OSError as failure:
-            error = failure
-    raise error or OSError(f"no folder short enough for a socket among {places}")
 
 
 def reap_seconds(line: bytes) -> float:

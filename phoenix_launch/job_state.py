@@ -59,6 +59,7 @@ class Rules:
     shutdown_timeout: float = 30.0
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
+    worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
 
     @property
     def elastic(self) -> bool:
@@ -77,7 +78,8 @@ class Member:
     spare: bool = False
     group_rank: int = -1
     state: NodeState = NodeState.STARTING
-    heard: float = 0.0
+    heard: float = 0.0  # its silence counts from here
+    reported: float = 0.0  # when its last report came
     seq: int = -1
     parked: int = 0
     quiesced: Generation = NO_GENERATION

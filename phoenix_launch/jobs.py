@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Mapping
@@ -107,8 +108,14 @@ class JobFolder:
             folder._keys.mkdir(mode=0o700)
             folder.logs_path.mkdir(mode=0o700)
         except OSError as error:
+            folder.remove_unstarted()
             raise _not_writable(folder.path, error) from None
         return folder
+
+    def remove_unstarted(self) -> None:
+        """Remove it when nothing was ever recorded: there is no job to look at."""
+        if not (self.path / "job.json").exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def job(self) -> str:

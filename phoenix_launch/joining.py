@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from phoenix_launch import remote
 from phoenix_launch.bus import ClientLink, KeyPair, bracketed, derived_key_pair
 from phoenix_launch.cgroup import ControlGroup
-from phoenix_launch.errors import EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED, StartError, UsageError
+from phoenix_launch.errors import EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED, PortInUseError, StartError, UsageError
 from phoenix_launch.facts import count_gpus, interface_addresses, visible_gpus
 from phoenix_launch.host_environment import job_environment
 from phoenix_launch.hosts import NodeSpec
+from phoenix_launch.job import Job, Joining
 from phoenix_launch.jobs import JobFolder, jobs_root, new_job_id
-from phoenix_launch.launch import Job, Joining, run_job
+from phoenix_launch.launch import run_job
 from phoenix_launch.messages import JOINING, AgentBootstrap, JobEnded, JoinReply, JoinRequest, Leaving
 from phoenix_launch.muster import worker_count
 from phoenix_launch.settings import RunSettings, timeout
@@ -48,7 +49,10 @@ def launch_joined(settings: RunSettings, environ: Mapping[str, str]) -> int:
     slots = worker_count(settings.nproc_per_node, cores=ControlGroup().cores(), gpus=gpus)
     if address in _own_addresses() and settings.rdzv_conf.get("is_host", "1").lower() not in ("0", "false", "no"):
         if _is_free(address, port):
-            return _supervise(settings, environ, address, port, supervisor, joiner)
+            try:
+                return _supervise(settings, environ, address, port, supervisor, joiner)
+            except PortInUseError:
+                pass  # another one that was started at the same moment has it now
         print(f"phoenix-run: {host}:{port} is taken on this machine: joining", file=sys.stderr)
     return _Joiner(settings, environ, f"tcp://{bracketed(address)}:{port}", supervisor.public, joiner, slots).run()
 
@@ -79,7 +83,7 @@ def _own_addresses() -> set[str]:
 
 
 def _is_free(address: str, port: int) -> bool:
-    """Whether nobody on this machine holds the endpoint yet. Two that start at once: the bus's own bind decides."""
+    """Whether nobody on this machine holds the endpoint yet, so that no folder and no keys are made in vain."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +113,7 @@ class _Joiner:
                 bootstrap = self._ask(link, signals)
                 if isinstance(bootstrap, int):
                     return bootstrap
-                handle = remote.start_local(bootstrap, sys.executable)
+                handle = remote.start_local(bootstrap, sys.executable, dies_with_us=True)
                 return self._attend(link, signals, handle, bootstrap.incarnation)
         finally:
             link.close()

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from phoenix_launch.errors import EXIT_OK
+from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE
 from phoenix_launch.job_state import Outcome
 
 TAIL_LINES = 30
@@ -14,7 +14,8 @@ TAIL_LINES = 30
 
 def summary(outcome: Outcome, logs: Path) -> str:
     """The last lines on the screen. The worker's own words come last, nothing after them."""
-    if outcome.exit_code == EXIT_OK:
+    stopped = outcome.cause is None and outcome.exit_code > EXIT_SIGNAL_BASE  # which was said when it was asked for
+    if outcome.exit_code == EXIT_OK or stopped:
         return ""
     lines = [f"phoenix-run: the job ends with exit code {outcome.exit_code}: {outcome.text}"]
     if outcome.hint:

@@ -4,90 +4,38 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from phoenix_launch import __version__, hosts, membership, preflight
 from phoenix_launch.arrival import EVERYWHERE
-from phoenix_launch.bus import KeyPair, Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.bus import Peer, PeerKind, SupervisorBus, new_key_pair
 from phoenix_launch.chronicle import Chronicle
 from phoenix_launch.console import Console
 from phoenix_launch.detach import detached
-from phoenix_launch.drills import parse_plan
-from phoenix_launch.environment import JobIdentity, job_wide_environment
-from phoenix_launch.errors import EXIT_SIGNAL_BASE, StartError, UsageError
-from phoenix_launch.facts import interface_addresses, package_version
-from phoenix_launch.host_environment import job_environment
-from phoenix_launch.hosts import NodeSpec
-from phoenix_launch.job_state import Outcome, Rules
+from phoenix_launch.drills import check_targets, parse_plan
+from phoenix_launch.environment import JobIdentity
+from phoenix_launch.errors import StartError, UsageError
+from phoenix_launch.facts import interface_addresses, package_version, script_digest
+from phoenix_launch.job import TERM, Job, bootstrap, command_of
+from phoenix_launch.job_state import Rules
 from phoenix_launch.jobs import ClientKeys, JobFolder, JobNode, JobRecord, jobs_root, new_job_id, settings_document
 from phoenix_launch.last_words import write_error_file
-from phoenix_launch.messages import (
-    AgentBootstrap,
-    AgentTimeouts,
-    Command,
-    OutputSettings,
-    Prepare,
-    RunMode,
-    StartMethod,
-)
-from phoenix_launch.muster import Muster, Recruit, worker_slots
+from phoenix_launch.muster import Muster
+from phoenix_launch.preparation import Preparation
 from phoenix_launch.processes import start_time
 from phoenix_launch.reception import Reception
+from phoenix_launch.runtime_folder import make_runtime_folder
 from phoenix_launch.settings import RunSettings, check_timeouts, timeout
 from phoenix_launch.signals import SignalPipe
 from phoenix_launch.supervisor import Supervisor, allow_commands
 
 LOOPBACK = "127.0.0.1"
-TERM = 1  # the first supervisor of a job
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """The same command on every host: how many are wanted, and the key pair that they all show first."""
-
-    seats: tuple[int, int]
-    keys: KeyPair
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What was decided about a job before anything of it was started."""
-
-    settings: RunSettings
-    environ: Mapping[str, str]
-    folder: JobFolder
-    specs: tuple[NodeSpec, ...]
-    keys: KeyPair
-    address: str  # where the bus listens
-    port: int  # 0: any
-    joining: Joining | None = None  # hosts come by themselves
-
-    @property
-    def name(self) -> str:
-        return self.folder.job
-
-    @property
-    def run_id(self) -> str:
-        given = self.settings.rdzv_id
-        return given if given and given != "none" else self.name
-
-    @property
-    def on_hosts(self) -> bool:
-        return any(spec.host for spec in self.specs)
-
-    @property
-    def logs(self) -> Path:
-        chosen = self.settings.log_dir
-        return Path(chosen).absolute() if chosen and chosen != os.devnull else self.folder.logs_path
 
 
 def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
@@ -107,6 +55,7 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
         hostfile=settings.hostfile,
         nproc=settings.nproc_per_node,
     )
+    check_targets(map(parse_plan, settings.drills), [spec.name for spec in specs], _known_ranks(settings, specs))
     on_hosts = any(spec.host for spec in specs)
     if settings.interface or settings.local_addr:
         address = address_of(settings.interface) if settings.interface else settings.local_addr
@@ -121,6 +70,13 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
     return run_job(plan)
 
 
+def _known_ranks(settings: RunSettings, specs: tuple[hosts.NodeSpec, ...]) -> int:
+    """How many there will be; 0 when only the hosts themselves can tell."""
+    each = int(settings.nproc_per_node) if settings.nproc_per_node.isdecimal() else 0
+    counts = [spec.slots or each for spec in specs if not spec.spare]
+    return sum(counts) if all(counts) else 0
+
+
 def address_of(interface: str) -> str:
     """The address of a named interface of this machine, or the address itself. Raises UsageError."""
     known = interface_addresses()
@@ -133,11 +89,28 @@ def address_of(interface: str) -> str:
 
 def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
     """Open the bus, run the supervisor, clean up. `started` is called when all nodes were found fit."""
+    try:
+        runtime = _runtime_folder(job.environ)
+        try:
+            expected = {job.joining.keys.public: Peer(PeerKind.JOINER)} if job.joining else {}
+            bus = SupervisorBus(
+                job.name, job.keys, job.address, port=job.port, ports=job.settings.port_range, allowed=expected
+            )
+            try:
+                return _run_on(job, bus, runtime, started)
+            finally:
+                bus.close(timeout("probe") if job.joining else 0.0)  # hosts that joined are still to hear of the end
+        finally:
+            shutil.rmtree(runtime, ignore_errors=True)
+    finally:
+        job.folder.remove_unstarted()
+
+
+def _run_on(job: Job, bus: SupervisorBus, runtime: Path, started: Callable[[], None] | None) -> int:
     settings = job.settings
-    runtime = Path(tempfile.mkdtemp(prefix="phoenix-", dir=job.environ.get("XDG_RUNTIME_DIR") or None))
-    bus = SupervisorBus(job.name, job.keys, job.address, port=job.port, ports=settings.port_range)
     console = Console(bus.output, bus.decode_output, labels=_wants_labels(settings, len(job.specs)))
     chronicle = Chronicle.open(job.folder, console, [spec.host for spec in job.specs], settings)
+    chronicle.counters = bus.counters
     supervisor = _supervisor(job, bus, console, chronicle, runtime)
     if started is not None:
         supervisor.on_start = started
@@ -150,27 +123,28 @@ def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
         with SignalPipe(settings.signals_to_handle) as signals:
             if settings.detach:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            supervisor.muster.begin(job.specs, supervisor.clock.now)
-            outcome = supervisor.run(signals)
+            try:
+                supervisor.muster.begin(job.specs, supervisor.clock.now)
+                outcome = supervisor.run(signals)
+            finally:
+                supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
         chronicle.finished(supervisor.state, outcome, job.logs)
         write_error_file(job.environ.get("TORCHELASTIC_ERROR_FILE", ""), outcome)
-        return exit_code(settings, outcome)
+        return outcome.exit_code
     except StartError as error:
         chronicle.refused(supervisor.state, error)
         raise
     finally:
-        supervisor.close()
         console.finish(timeout("exit_output"))
-        bus.close()
-        shutil.rmtree(runtime, ignore_errors=True)
 
 
-def exit_code(settings: RunSettings, outcome: Outcome) -> int:
-    """`--exit-code=worker` passes the root cause's on, a signal as 128 + its number."""
-    if settings.exit_code == "worker" and outcome.cause is not None:
-        code = outcome.cause.report.code
-        return code if code >= 0 else EXIT_SIGNAL_BASE - code
-    return outcome.exit_code
+def _runtime_folder(environ: Mapping[str, str]) -> Path:
+    try:
+        return make_runtime_folder(environ)
+    except OSError as error:
+        raise StartError(
+            f"there is no place for sockets: {error}", hint="set TMPDIR to a folder that can be written"
+        ) from None
 
 
 def _supervisor(
@@ -198,6 +172,7 @@ def _supervisor(
         spare_timeout=settings.spare_timeout,
         shutdown_timeout=settings.shutdown_timeout,
         teardown_timeout=timeout("reap") + timeout("drain_output"),
+        worker_exit_code=settings.exit_code == "worker",
         master_port=settings.master_port or 0 if not settings.standalone and not seats else 0,
     )
     muster = Muster(
@@ -209,10 +184,14 @@ def _supervisor(
         control_folder=str(runtime),
         bootstrap=lambda spec, incarnation, keys: bootstrap(job, bus, spec, incarnation, keys),
     )
-    wide = _JobWide(job, muster)
-    reception = Reception(muster, muster.bootstrap, list(job.specs))
-    if job.joining:
-        bus.allow(job.joining.keys.public, Peer(PeerKind.JOINER))
+    wide = Preparation(job, muster)
+    reception = Reception(
+        muster,
+        muster.bootstrap,
+        list(job.specs),
+        patience=settings.heartbeat_timeout + timeout("resend"),
+        is_gone=muster.is_gone,
+    )
     return Supervisor(
         bus=bus,
         console=console,
@@ -226,117 +205,10 @@ def _supervisor(
             signals=settings.signals_to_handle,
         ),
         state=membership.start(rules, TERM, time.monotonic()),
-        prepare=lambda recruit: wide.prepare(recruit, console),
+        prepare=lambda recruit: wide.prepare(recruit, console.say),
         join=reception.answer if job.joining else None,
         drills=[parse_plan(text) for text in settings.drills],
         drills_allowed=settings.allow_drills or bool(settings.drills),
-    )
-
-
-@dataclass
-class _JobWide:
-    """The environment that is fixed for the whole job, decided when the first node is prepared."""
-
-    job: Job
-    muster: Muster
-    decided: dict[str, str] | None = None
-
-    def prepare(self, recruit: Recruit, console: Console) -> Prepare:
-        settings = self.job.settings
-        assert recruit.facts is not None
-        slots = worker_slots(settings.nproc_per_node, recruit.spec, recruit.facts)
-        if self.decided is None:
-            self.decided, remark = self._decide()
-            if remark:
-                console.say(f"phoenix-run: {remark}")
-        return Prepare(self.decided, slots if recruit.spec.spare else settings.local_spares)
-
-    def _decide(self) -> tuple[dict[str, str], str]:
-        """The smallest node decides: the one with the fewest cores for each of its workers."""
-        nproc = self.job.settings.nproc_per_node
-        known = [
-            (r.facts.cores, worker_slots(nproc, r.spec, r.facts), bool(r.spec.host))
-            for r in self.muster.recruits.values()
-            if r.facts is not None and not r.spec.spare
-        ]
-        machines = [(cores, slots) for cores, slots, real in known if real] or [
-            (min(cores for cores, _, _ in known), sum(slots for _, slots, _ in known))
-        ]
-        cores, workers = min(machines, key=lambda machine: machine[0] / machine[1])
-        inherited = job_environment(self.job.environ, self.job.settings.env, simulated=not self.job.on_hosts)
-        return job_wide_environment(inherited, cores=cores, workers_on_machine=workers, workers_per_node=workers)
-
-
-def command_of(settings: RunSettings, python: str) -> Command:
-    """What every worker runs, with the interpreter of its node."""
-    if settings.run_path:
-        mode = RunMode.RUN_PATH
-    elif settings.no_python:
-        mode = RunMode.EXEC
-    else:
-        mode = RunMode.MODULE if settings.module else RunMode.SCRIPT
-    return Command(
-        mode,
-        settings.script,
-        settings.script_args,
-        python,
-        StartMethod.FORK if settings.start_method == "fork" else StartMethod.SPAWN,
-        settings.preload,
-        settings.virtual_local_rank,
-    )
-
-
-def output_of(settings: RunSettings, logs: Path, node: str, run_id: str, environ: Mapping[str, str]) -> OutputSettings:
-    """Where the output of one node's workers goes."""
-    torchrun_layout = bool(
-        any(settings.redirects.values()) or any(settings.tee.values())
-        or settings.duplicate_stdout_filters or settings.duplicate_stderr_filters
-    )  # fmt: skip
-    base = logs / f"{run_id}_{secrets.token_hex(4)}_{node}"
-    return OutputSettings(
-        folder=str(logs / node),
-        redirects=settings.redirects,
-        tees=settings.tee,
-        console_local_ranks=settings.local_ranks_filter,
-        stdout_filters=settings.duplicate_stdout_filters,
-        stderr_filters=settings.duplicate_stderr_filters,
-        torchrun_folder=str(base) if torchrun_layout and settings.log_dir != os.devnull else "",
-        line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
-        role=settings.role,
-        files=settings.log_dir != os.devnull,
-    )
-
-
-def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, keys: KeyPair) -> AgentBootstrap:
-    settings = job.settings
-    python = job.environ.get("PYTHON_EXEC") or spec.python or sys.executable
-    return AgentBootstrap(
-        job=job.name,
-        node=spec.name,
-        index=spec.index,
-        term=TERM,
-        incarnation=incarnation,
-        control_endpoint=bus.control_endpoint,
-        output_endpoint=bus.output_endpoint,
-        server_key=bus.keys.public,
-        public_key=keys.public,
-        secret_key=keys.secret,
-        environment=job_environment(job.environ, settings.env, simulated=not spec.host),
-        cwd=os.getcwd(),
-        command=command_of(settings, python),
-        output=output_of(settings, job.logs, spec.name, job.run_id, job.environ),
-        timeouts=AgentTimeouts(
-            heartbeat_interval=timeout("heartbeat_interval"),
-            orphan=settings.orphan_timeout,
-            connect=timeout("connect"),
-            fork_server=timeout("fork_server"),
-            drain_output=timeout("drain_output"),
-            reap=timeout("reap"),
-        ),
-        interface=settings.interface,
-        port_low=settings.port_range[0],
-        port_high=settings.port_range[1],
-        simulated=not spec.host and job.joining is None,
     )
 
 
@@ -345,6 +217,7 @@ def _expected(job: Job) -> preflight.Expected:
         phoenix=__version__,
         python=platform.python_version(),
         torch=package_version("torch"),
+        script_digest=script_digest(command_of(job.settings, sys.executable), os.getcwd())[0],
         interface=job.settings.interface,
     )
 
@@ -372,7 +245,7 @@ def _write_record(job: Job, bus: SupervisorBus) -> None:
             cwd=os.getcwd(),
             settings=settings_document(job.settings),
             nodes=tuple(
-                JobNode(s.name, s.index, s.host, s.python or sys.executable, str(job.logs / s.name)) for s in job.specs
+                JobNode(s.name, s.index, s.host, s.python or sys.executable, str(job.logs_of(s))) for s in job.specs
             ),
         )
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from phoenix_launch.jobs import jobs_root
+
 STDOUT: Final = 1
 STDERR: Final = 2
 POLL_SECONDS: Final = 0.1
@@ -132,11 +134,12 @@ def _opened(path: Path) -> BinaryIO | None:
 
 def main(folder: str, rank: str, mode: str) -> int:
     """Write `NAME LINE` for each line; in the mode "follow" until stdin closes, which also the death of ssh does."""
+    place = jobs_root(os.environ) / folder  # an absolute one stays what it is
     try:
         if mode != "follow":
-            _put(read_once(Path(folder), rank))
+            _put(read_once(place, rank))
             return 0
-        follower = Follower(Path(folder), rank)
+        follower = Follower(place, rank)
         while not select.select([sys.stdin], [], [], POLL_SECONDS)[0]:
             _put(follower.poll())
         _put(follower.finish())

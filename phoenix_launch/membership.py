@@ -77,11 +77,16 @@ class ClockLate:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputHeld:
+    """The job is over, but nobody was told to leave yet: what workers wrote is still being shown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     pass
 
 
-Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | ClockLate | Ticked
+Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | ClockLate | OutputHeld | Ticked
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -230,6 +235,9 @@ class _Transition:
                 for index, member in self.state.members.items():
                     self._update(index, heard=member.heard + seconds, suspect_since=member.suspect_since + seconds)
                 self.state = replace(self.state, since=self.state.since + seconds)
+            case OutputHeld():
+                if self.state.phase is Phase.LEAVING:
+                    self.state = replace(self.state, since=self.now)
             case Ticked():
                 pass
 
@@ -255,8 +263,8 @@ class _Transition:
         if state is NodeState.SUSPECT or (state is NodeState.STARTING and report.prepared):
             state = NodeState.READY if report.prepared else NodeState.STARTING
         self._update(
-            index, state=state, heard=self.now, seq=report.seq, parked=report.parked, quiesced=report.quiesced,
-            applied=report.applied, live=sum(1 for r in report.ranks if r.exit is None),
+            index, state=state, heard=self.now, reported=self.now, seq=report.seq, parked=report.parked,
+            quiesced=report.quiesced, applied=report.applied, live=sum(1 for r in report.ranks if r.exit is None),
         )  # fmt: skip
         if report.complaint:
             self._lose(index, report.complaint)
@@ -346,8 +354,10 @@ class _Transition:
     def _settle_starting(self) -> None:
         rules, candidates = self.state.rules, self._candidates()
         training = [c for c in candidates if not c.spare]
+        here = [m for m in self.state.members.values() if m.alive]
         late = self.now - self.state.since > rules.join_timeout
-        if len(training) >= rules.seats_max or (late and len(candidates) >= rules.seats_min):
+        loading = len(here) > len(candidates)  # that has its own timeout: a node that came in time is waited for
+        if len(training) >= rules.seats_max or (late and not loading and len(candidates) >= rules.seats_min):
             lineup = placement.first_lineup(candidates, min(rules.seats_max, len(candidates)))
         elif self._starting_spares_must_help(training, candidates):
             lineup = placement.first_lineup(candidates, rules.seats_max)
@@ -355,19 +365,19 @@ class _Transition:
             lineup = None
         if lineup is not None:
             self._begin(lineup)
-        elif late:
-            self._leave(self._too_few(candidates))
+        elif late and len(here) < rules.seats_min:
+            self._leave(self._too_few(here))
 
     def _starting_spares_must_help(self, training: list[Candidate], candidates: list[Candidate]) -> bool:
         """A training node was lost before the start: no use waiting for it when a spare node is ready."""
         gone = [m for m in self.state.members.values() if not m.alive and not m.spare]
         return bool(gone) and len(training) + len(gone) >= self.state.rules.seats_max <= len(candidates)
 
-    def _too_few(self, candidates: list[Candidate]) -> Outcome:
-        names = ", ".join(m.name for m in self.state.members.values() if m.usable) or "none"
+    def _too_few(self, here: list[Member]) -> Outcome:
+        names = ", ".join(m.name for m in here) or "none"
         return Outcome(
             exit_code=EXIT_WORKER_FAILED,
-            text=f"{len(candidates)} of {self.state.rules.seats_min} nodes came within "
+            text=f"{len(here)} of {self.state.rules.seats_min} nodes came within "
             f"{self.state.rules.join_timeout:g} s (here: {names})",
             hint="start the same command on the other hosts, or raise join_timeout in --rdzv-conf",
         )
@@ -411,9 +421,7 @@ class _Transition:
             FaultFound(kind="worker", node=cause.node, ranks=(cause.rank,), detail=how(cause.report.code), cause=cause)
         )
         if exhausted:
-            text = f"rank {cause.rank} on {state.members[cause.node].name} {how(cause.report.code)}"
-            outcome = Outcome(exit_code=EXIT_WORKER_FAILED, text=text, cause=cause)
-            self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=state.rules.shutdown_timeout)
+            self._enter(Phase.STOPPING, outcome=self._failure(cause), signal=SIGTERM, grace=state.rules.shutdown_timeout)
             return
         self.state = replace(state, restarts_used=state.restarts_used + 1, charged=cause)
         self._refill()
@@ -449,8 +457,17 @@ class _Transition:
             if ended.report.code != 0 and ended.at < cause.at:
                 cause = ended
         if cause is not outcome.cause:
-            text = f"rank {cause.rank} on {self.state.members[cause.node].name} {how(cause.report.code)}"
-            self.state = replace(self.state, outcome=replace(outcome, text=text, cause=cause))
+            self.state = replace(self.state, outcome=self._failure(cause))
+
+    def _failure(self, cause: Ended) -> Outcome:
+        """The end of a job because of this worker; a signal's number becomes 128 + it where its code is passed on."""
+        code, name = cause.report.code, self.state.members[cause.node].name
+        passed_on = code if code >= 0 else EXIT_SIGNAL_BASE - code
+        return Outcome(
+            exit_code=passed_on if self.state.rules.worker_exit_code else EXIT_WORKER_FAILED,
+            text=f"rank {cause.rank} on {name} {how(code)}",
+            cause=cause,
+        )
 
     def _settle_leaving(self) -> None:
         state = self.state
@@ -550,4 +567,4 @@ class _Transition:
 
 def _silent_since(member: Member, cause: Ended) -> bool:
     """Whether the node may have died before this worker did."""
-    return member.heard < cause.at + UNDER_WAY
+    return member.reported < cause.at + UNDER_WAY

@@ -63,6 +63,7 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_method: StartMethod = StartMethod.FORK
     preload: str = "auto"
     virtual_local_rank: bool = False
+    numa_binding: str = ""  # --numa-binding, empty: none
 
 
 class StreamChoice(enum.IntFlag):

@@ -19,7 +19,8 @@ from phoenix_launch.remote import NodeHandle
 from phoenix_launch.settings import timeout
 
 AT_ONCE = 64  # hosts whose ssh is under way at the same time
-RELAUNCH_DELAYS = (0.0, 2.0, 5.0, 10.0, 20.0)  # seconds before each attempt to get a lost node's agent back
+DELAYS = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)  # seconds before each attempt to reach a host again; the last one for ever
+SSH_FAILED = 255  # the client's own exit code; that of the command otherwise
 
 
 def worker_count(nproc: str, *, cores: int, gpus: int, name: str = "this host") -> int:
@@ -55,6 +56,23 @@ class Recruit:
     probes: tuple[PeerProbe, ...] | None = None
     admitted: bool = False
     closed: bool = False
+    dismissed: bool = False  # forgotten when its channel has closed
+    watches: int = 0  # attempts to open its channel again since it was open last
+
+    @property
+    def out_of_touch(self) -> bool:
+        """Its channel closed, which says nothing about the node: ssh itself failed, or its client was killed."""
+        code = self.handle.poll() if self.closed and self.handle is not None else None
+        return bool(self.spec.host) and code is not None and (code == SSH_FAILED or code < 0)
+
+    @property
+    def blind(self) -> bool:
+        """The channel that was opened again ended by itself, and not because the guardian did (no such `tail` there)."""
+        return bool(self.watches) and self.handle is not None and self.handle.poll() != 0
+
+    @property
+    def unheard(self) -> bool:
+        return self.handle is not None and self.facts is None and not self.failure and not self.dismissed
 
 
 @dataclass(slots=True)
@@ -71,7 +89,11 @@ class Muster:
     recruits: dict[str, Recruit] = field(default_factory=dict)
     waiting: list[NodeSpec] = field(default_factory=list)
     again: list[tuple[float, NodeSpec]] = field(default_factory=list)  # (not before, node)
-    attempts: dict[int, int] = field(default_factory=dict)  # relaunches by node
+    unwatched: list[tuple[float, str]] = field(default_factory=list)  # (not before, incarnation)
+    attempts: dict[int, int] = field(default_factory=dict)  # relaunches since it was lost, by node
+    specs: dict[int, NodeSpec] = field(default_factory=dict)  # of the nodes that were launched from here
+    refusals: dict[int, str] = field(default_factory=dict)  # why a node that came later was not admitted, once each
+    remarks: list[str] = field(default_factory=list)  # for the user
     began: float = 0.0
     complete: bool = False  # the first muster is over: all nodes of the command were found fit
     probing: bool = False
@@ -88,8 +110,13 @@ class Muster:
         self.recruits[recruit.incarnation] = recruit
         return recruit
 
+    def is_gone(self, index: int) -> bool:
+        """Whether no launch of this node takes part, or is on its way to."""
+        return not any(r.spec.index == index and not r.dismissed for r in self.recruits.values())
+
     def launch(self, spec: NodeSpec, now: float) -> Recruit:
         recruit = self.enlist(spec, now)
+        self.specs.setdefault(spec.index, spec)
         bootstrap = self.bootstrap(spec, recruit.incarnation, recruit.keys)
         python = spec.python or self.python
         if spec.host:
@@ -101,24 +128,64 @@ class Muster:
         return recruit
 
     def launch_more(self, now: float) -> list[Recruit]:
-        """Start what is due, at most `AT_ONCE` unheard of at a time."""
-        under_way = sum(1 for r in self.recruits.values() if r.facts is None and not r.failure and r.handle)
-        started: list[Recruit] = []
-        while self.waiting and under_way + len(started) < AT_ONCE:
-            started.append(self.launch(self.waiting.pop(0), now))
-        due = [spec for when, spec in self.again if when <= now]
+        """Start what is due, at most `AT_ONCE` unheard of at a time; returns those that have a new handle."""
+        room = AT_ONCE - sum(recruit.unheard for recruit in self.recruits.values())
+        self.waiting += [spec for when, spec in self.again if when <= now]
         self.again = [(when, spec) for when, spec in self.again if when > now]
-        started += [self.launch(spec, now) for spec in due]
-        return started
+        due, self.waiting = self.waiting[: max(0, room)], self.waiting[max(0, room) :]
+        return [self.launch(spec, now) for spec in due] + self._watch_more(now)
 
-    def relaunch(self, index: int, now: float) -> bool:
-        """Plan the next attempt to bring a lost node back, as a spare. False when there is none left."""
-        old = [r for r in self.recruits.values() if r.spec.index == index]
-        if not old or old[-1].handle is None or (tries := self.attempts.get(index, 0)) >= len(RELAUNCH_DELAYS):
-            return False
-        self.attempts[index] = tries + 1
-        self.again.append((now + RELAUNCH_DELAYS[tries], replace(old[-1].spec, spare=True)))
-        return True
+    def _watch_more(self, now: float) -> list[Recruit]:
+        """Open the channels again that closed while their agents live on."""
+        due = [self.recruits.get(incarnation) for when, incarnation in self.unwatched if when <= now]
+        self.unwatched = [(when, incarnation) for when, incarnation in self.unwatched if when > now]
+        opened = []
+        for recruit in due:
+            if recruit is None or recruit.dismissed or recruit.handle is None or recruit.facts is None:
+                continue
+            recruit.handle.close()
+            recruit.handle = remote.start_watch(
+                recruit.spec.name, recruit.spec.index, recruit.spec.host, recruit.facts.guardian_pid,
+                self.ssh, self.control_folder, timeout("ssh_connect"),
+            )  # fmt: skip
+            recruit.watches += 1
+            recruit.closed, recruit.lines = False, []
+            opened.append(recruit)
+        return opened
+
+    def watch_again(self, recruit: Recruit, now: float) -> bool:
+        """Plan to open a closed channel again. False when it had not been open since the last time."""
+        was_open = not recruit.watches or remote.WATCHING in recruit.lines
+        recruit.watches = 0 if was_open else recruit.watches
+        self.unwatched.append((now + max(timeout("probe"), _delay(recruit.watches)), recruit.incarnation))
+        return was_open
+
+    def relaunch(self, index: int, now: float) -> None:
+        """A launched node was lost: try to bring it back, as a spare. Hosts that came by themselves do so again."""
+        if index in self.specs:
+            self.attempts[index] = 0
+            self._launch_later(self.specs[index], now)
+
+    def _launch_later(self, spec: NodeSpec, now: float) -> None:
+        attempt = self.attempts.get(spec.index, 0)
+        self.attempts[spec.index] = attempt + 1
+        self.again.append((now + _delay(attempt), replace(spec, spare=True)))
+
+    def dismiss(self, incarnation: str) -> None:
+        """Nothing more is wanted of this launch. Behind ssh only the client ends: the agent is told by the bus."""
+        recruit = self.recruits.get(incarnation)
+        if recruit is None:
+            return
+        recruit.dismissed = True
+        if recruit.handle is None or recruit.closed:
+            self._forget(recruit)
+        elif recruit.spec.host:
+            recruit.handle.terminate()
+
+    def _forget(self, recruit: Recruit) -> None:
+        if recruit.handle is not None:
+            recruit.handle.close()
+        self.recruits.pop(recruit.incarnation, None)
 
     def heard(self, incarnation: str, facts: HostFacts) -> None:
         recruit = self.recruits.get(incarnation)
@@ -139,16 +206,18 @@ class Muster:
             return False
         recruit.lines = (recruit.lines + recruit.handle.read_lines())[-50:]
         recruit.closed = True
-        if recruit.facts is None and not recruit.failure:
+        if recruit.dismissed:
+            self._forget(recruit)
+        elif recruit.facts is None and not recruit.failure:
             recruit.failure = remote.reason(recruit.handle)
         return True
 
     def settle(self, now: float) -> list[Admitted]:
         """Who can be admitted now. Raises StartError with the table of all problems of all hosts."""
-        if self.complete:
-            return self._settle_later()
         crew = list(self.recruits.values())
         self._give_up_silent(crew, now)
+        if self.complete:
+            return self._settle_later(crew, now)
         if self.waiting or any(r.facts is None and not r.failure for r in crew):
             return []
         if not self.probing and not any(r.failure for r in crew):
@@ -163,9 +232,9 @@ class Muster:
 
     def _give_up_silent(self, crew: list[Recruit], now: float) -> None:
         for recruit in crew:
-            if recruit.facts is None and not recruit.failure and now - recruit.launched > timeout("preflight"):
-                said = f": {recruit.lines[-1]}" if recruit.lines else ""
-                recruit.failure = f"did not answer within {timeout('preflight'):g} s{said}"
+            if recruit.handle is not None and recruit.unheard and now - recruit.launched > timeout("preflight"):
+                recruit.handle.terminate()
+                recruit.failure = remote.reason(recruit.handle)
 
     def _probe_neighbours(self, crew: list[Recruit]) -> None:
         """Each node dials the next one, in a ring; a single node and simulated ones have nobody to dial."""
@@ -201,18 +270,29 @@ class Muster:
             details=preflight.table(problems),
         )
 
-    def _settle_later(self) -> list[Admitted]:
+    def _settle_later(self, crew: list[Recruit], now: float) -> list[Admitted]:
         """Nodes that come after the start: hosts that join, and lost ones that were launched again."""
         admitted = []
-        for recruit in self.recruits.values():
-            if recruit.facts is None or recruit.admitted or recruit.failure:
+        for recruit in crew:
+            if recruit.admitted or recruit.dismissed:
                 continue
-            problems = self._problems([recruit])
-            if problems:
+            if recruit.facts is not None and not recruit.failure:
+                problems = self._problems([recruit])
+                if not problems:
+                    admitted.append(self._admit(recruit))
+                    continue
                 recruit.failure = problems[0].what
-            else:
-                admitted.append(self._admit(recruit))
+                self._say_refused(recruit)
+            if recruit.failure:
+                self.dismiss(recruit.incarnation)
+                if recruit.spec.index in self.specs:
+                    self._launch_later(recruit.spec, now)
         return admitted
+
+    def _say_refused(self, recruit: Recruit) -> None:
+        if self.refusals.get(recruit.spec.index) != recruit.failure:
+            self.refusals[recruit.spec.index] = recruit.failure
+            self.remarks.append(f"{recruit.spec.name} cannot take part: {recruit.failure}")
 
     def _admit(self, recruit: Recruit) -> Admitted:
         assert recruit.facts is not None
@@ -226,3 +306,7 @@ class Muster:
             spare=recruit.spec.spare,
             group_rank=recruit.spec.group_rank,
         )
+
+
+def _delay(attempt: int) -> float:
+    return DELAYS[min(attempt, len(DELAYS) - 1)]

@@ -11,7 +11,7 @@ Watched = int | zmq.Socket[bytes]
 
 
 class PollLoop:
-    """Callbacks run in the thread that calls `wait`, one after the other; they may watch and forget as they like."""
+    """Callbacks run in the thread that calls `dispatch`, one after the other; they may watch and forget as they like."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -26,9 +26,12 @@ class PollLoop:
         if self._callbacks.pop(what, None) is not None:
             self._poller.unregister(what)
 
-    def wait(self, seconds: float) -> None:
-        """Until something has happened and its callback has run, at most `seconds`."""
-        for what, _ in self._poller.poll(max(0, math.ceil(seconds * 1000))):
+    def wait(self, seconds: float) -> list[Watched]:
+        """Until something has happened, at most `seconds`; what it was is for `dispatch`."""
+        return [what for what, _ in self._poller.poll(max(0, math.ceil(seconds * 1000)))]
+
+    def dispatch(self, ready: list[Watched]) -> None:
+        for what in ready:
             callback = self._callbacks.get(what)
             if callback is not None:
                 callback()

@@ -23,12 +23,14 @@ from phoenix_launch.host_environment import SECRETS
 from phoenix_launch.messages import AgentBootstrap
 from phoenix_launch.ssh_failures import Reason, explain
 
+WATCHING: Final = "watching"  # the first line of a channel that was opened again
 _REMEMBERED_LINES: Final = 40
 _MAX_LINE_BYTES: Final = 4096
 _REAP_SECONDS: Final = 5.0
 _ALIVE_INTERVAL: Final = 5  # seconds; heartbeats on the bus notice a silent host earlier, this ends the ssh client
 _ALIVE_COUNT: Final = 3
 _MAX_SOCKET_PATH: Final = 107 - 18  # ssh binds a name with a random ending first
+_WATCH_INTERVAL: Final = 0.2  # seconds by which the end of a guardian is seen late
 _PR_SET_PDEATHSIG: Final = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -145,10 +147,13 @@ def reason(handle: NodeHandle, lines: Sequence[str] = ()) -> Reason:
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def start_local(bootstrap: AgentBootstrap, python: str) -> NodeHandle:
-    """A simulated node. Its guardian outlives us: an agent without a supervisor ends by its own rules."""
+def start_local(bootstrap: AgentBootstrap, python: str, *, dies_with_us: bool = False) -> NodeHandle:
+    """A node on this machine. A simulated one outlives us: an agent without a supervisor ends by its own rules.
+
+    `dies_with_us`: for a host that joined, whose agent would go on with a supervisor elsewhere; main thread only.
+    """
     argv = [python, *_GUARDIAN]
-    handle = NodeHandle(_popen(argv, dies_with_us=False), name=bootstrap.node, host="", python=python)
+    handle = NodeHandle(_popen(argv, dies_with_us=dies_with_us), name=bootstrap.node, host="", python=python)
     handle.give(_line(bootstrap))
     return handle
 
@@ -177,7 +182,7 @@ def start_watch(
     name: str, index: int, host: str, guardian_pid: int, ssh: str, control_folder: str, connect_timeout: float
 ) -> NodeHandle:
     """After a node's ssh channel closed while its agent lives: a new channel, which ends when that guardian does."""
-    remote = f"exec tail --pid={guardian_pid:d} -f /dev/null"
+    remote = f"echo {WATCHING}; exec tail --pid={guardian_pid:d} -s {_WATCH_INTERVAL} -f /dev/null"
     argv = ssh_command(host, remote, ssh, os.path.join(control_folder, str(index)), connect_timeout)
     return NodeHandle(_popen(argv, dies_with_us=True), name=name, host=host, python="")
 
@@ -225,7 +230,7 @@ def _popen(argv: Sequence[str], *, dies_with_us: bool) -> subprocess.Popen[bytes
             os._exit(1)
 
     if dies_with_us and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("an ssh client dies with the thread that starts it: only the main thread may")
+        raise RuntimeError("a process dies with the thread that starts it: only the main thread may")
     try:
         return subprocess.Popen(
             argv,

@@ -47,6 +47,7 @@ _SSH: Final = (
     ),
 )
 _MODULE: Final = re.compile(r"No module named '?(phoenix_launch|msgspec|zmq|psutil)\b")
+_UNREACHABLE: Final = re.compile(r"cannot reach the supervisor at \S+: .+")
 _NO_LOGIN: Final = re.compile(
     r"This account is currently not available|nologin|account has expired|password has expired"
 )
@@ -70,6 +71,9 @@ def explain(code: int | None, lines: Sequence[str], *, host: str, python: str) -
                 return Reason(what.format(*(group or "" for group in found.groups())), hint.replace("HOST", host))
         if code == 255:
             return Reason(f"ssh failed: {last}" if last else "ssh failed and said nothing", f"try `ssh {host} true`")
+    unreachable = _UNREACHABLE.search(text)
+    if unreachable:
+        return Reason(unreachable[0], "a firewall, or the wrong network: see --interface and --port-range")
     if code is None:
         said = f"; its last words: {last}" if last else ""
         return Reason(

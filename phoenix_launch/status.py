@@ -77,6 +77,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_swap: SwapStatus | None = None
     reason: str = ""  # one line of why it ended as it did
     restarts: int = 0  # of --max-restarts
+    dropped_messages: int = 0  # on the bus: malformed, or under a key that it does not know (any more)
+    strangers: int = 0  # connections to the bus that came and went without a key it knows
 
 
 def encode_status(status: JobStatus) -> bytes:

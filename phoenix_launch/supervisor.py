@@ -17,11 +17,12 @@ from phoenix_launch import drills, membership
 from phoenix_launch.bus import Peer, PeerKind, Received, SupervisorBus
 from phoenix_launch.chronicle import Chronicle
 from phoenix_launch.clock import OwnClock
-from phoenix_launch.console import Console, StreamKey
+from phoenix_launch.console import Console
 from phoenix_launch.drills import DrillPlan
 from phoenix_launch.environment import JobIdentity
-from phoenix_launch.errors import PhoenixError
+from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError
 from phoenix_launch.job_state import NodeState, Outcome, Phase, State
+from phoenix_launch.last_output import LastOutput
 from phoenix_launch.membership import Action, Event, Wish
 from phoenix_launch.messages import (
     JOINING,
@@ -73,7 +74,7 @@ class Supervisor:
     identity: JobIdentity
     state: State
     prepare: Callable[[Recruit], Prepare]  # what a node that was found fit is told to load
-    join: Callable[[JoinRequest, float], JoinReply] | None = None  # answers hosts that started the same command
+    join: Callable[[JoinRequest, float], JoinReply | None] | None = None  # answers hosts that started the same command
     drills: list[DrillPlan] = field(default_factory=list)
     drills_allowed: bool = False
     clock: OwnClock = field(default_factory=OwnClock)
@@ -81,11 +82,12 @@ class Supervisor:
 
     _sent: dict[int, _Sent] = field(default_factory=dict)
     _prepared: dict[str, float] = field(default_factory=dict)  # incarnation -> when it was told
-    _fenced: set[str] = field(default_factory=set)
     _powered_off: set[int] = field(default_factory=set)
-    _streams: set[StreamKey] = field(default_factory=set)
+    _output: LastOutput = field(default_factory=lambda: LastOutput(timeout("exit_output"), timeout("reader")))
+    _holding: bool = False  # nobody is told to leave yet: output is still shown
     _joiners: set[bytes] = field(default_factory=set)
     _drills_from: float = 0.0
+    _said_harm: bool = False
     _outcome: Outcome | None = None
 
     def run(self, signals: SignalPipe) -> Outcome:
@@ -102,6 +104,9 @@ class Supervisor:
             self.bus.drain_monitor()
             while (received := self.bus.receive()) is not None:
                 self._hear(received)
+            if not self._said_harm and (harm := self.bus.counters.harm):
+                self._said_harm = True
+                self.console.say(f"phoenix-run: on the control bus {harm} (said once, `status --json` counts)")
             for descriptor in [d for d in handles if d in ready]:
                 if self._channel(handles[descriptor]):
                     poller.unregister(descriptor)
@@ -134,7 +139,8 @@ class Supervisor:
     def _hear_joiner(self, route: bytes, body: Body) -> None:
         if isinstance(body, JoinRequest) and self.join is not None:
             self._joiners.add(route)
-            self.bus.answer(route, self.join(body, self.clock.now), job=JOINING)
+            if (reply := self.join(body, self.clock.now)) is not None:
+                self.bus.answer(route, reply, job=JOINING)
         elif isinstance(body, Leaving) and (recruit := self.muster.recruits.get(body.incarnation)) is not None:
             detail = f"it was told to go by {signal.Signals(body.signal).name}"
             self._apply(membership.AgentEnded(recruit.spec.index, body.incarnation, detail))
@@ -144,13 +150,11 @@ class Supervisor:
 
     def _hear_agent(self, incarnation: str, body: Body) -> None:
         recruit = self.muster.recruits.get(incarnation)
-        if recruit is None:
-            return
-        index = recruit.spec.index
-        if incarnation in self._fenced:
+        if recruit is None or recruit.dismissed:
             if isinstance(body, (NodeReport, Hello)):
                 self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
             return
+        index = recruit.spec.index
         match body:
             case Hello(facts=facts):
                 self.muster.heard(incarnation, facts)
@@ -162,27 +166,23 @@ class Supervisor:
             case NodeReport():
                 self.bus.send(incarnation, ReportAck(body.seq), self.state.generation)
                 self.chronicle.observe(index, recruit.spec.name, body)
-                self._note_streams(body)
+                self._output.note(index, body)
                 self._apply(membership.Reported(index, body))
             case Farewell():
                 self._apply(membership.AgentEnded(index, incarnation, "it said farewell"))
             case _:
                 self.bus.counters.malformed += 1
 
-    def _note_streams(self, report: NodeReport) -> None:
-        for rank in report.ranks:
-            self._streams |= {(rank.rank, rank.generation, stream) for stream in (1, 2)}
-
     def _channel(self, recruit: Recruit) -> bool:
         """Something happened on the channel that started an agent; True when it has closed."""
         if not self.muster.listen(recruit):
             return False
-        if recruit.admitted and recruit.handle is not None:
-            if recruit.spec.host and recruit.handle.poll() == 255:  # ssh itself failed: the host may be well
+        if recruit.out_of_touch and recruit.facts is not None and not recruit.dismissed:
+            if self.muster.watch_again(recruit, self.clock.now) and recruit.admitted:
                 self._apply(membership.ChannelClosed(recruit.spec.index))
-            else:
-                detail = recruit.lines[-1] if recruit.lines else ""
-                self._apply(membership.AgentEnded(recruit.spec.index, recruit.incarnation, detail))
+        elif recruit.admitted and not (recruit.dismissed or recruit.blind):
+            detail = recruit.lines[-1] if recruit.lines and not recruit.watches else ""
+            self._apply(membership.AgentEnded(recruit.spec.index, recruit.incarnation, detail))
         return True
 
     def _stop(self, number: int) -> None:
@@ -191,6 +191,8 @@ class Supervisor:
             self.console.say(
                 f"phoenix-run: {signal.Signals(number).name}: stopping, workers have up to {grace:g} s (again: sooner)"
             )
+        elif self.state.phase is Phase.LEAVING:
+            self._output.hurried = True
         self._apply(membership.StopAsked(number))
 
     # --- what follows ------------------------------------------------------------------------------------------------
@@ -203,6 +205,8 @@ class Supervisor:
             complete = self.muster.complete
             for admitted in self.muster.settle(now):
                 self._apply(admitted)
+            while self.muster.remarks:
+                self.console.say(f"phoenix-run: {self.muster.remarks.pop(0)}")
             if self.muster.complete and not complete:
                 self.on_start()
             for plan in [p for p in self.drills if self._drills_from and now >= self._drills_from + p.after]:
@@ -211,8 +215,24 @@ class Supervisor:
                 if not answer.ok:
                     self.console.say(f"phoenix-run: drill: {answer.text}")
         self._apply(membership.Ticked())
+        self._hold_for_output(now)
         self._spread(now)
         return launched
+
+    def _hold_for_output(self, now: float) -> None:
+        """A job that is over keeps its nodes as long as what their workers wrote is on its way to a reader."""
+        if self.state.phase is not Phase.LEAVING or self.state.outcome is None:
+            return
+        console = self.console
+        pending = self._output.pending(console.ended, lambda node: self.state.members[node].alive)
+        stopped = self.state.outcome.exit_code >= EXIT_SIGNAL_BASE
+        self._holding = not self._output.complete(
+            now, pending=bool(pending), written=console.written, stuck=console.stuck, stopped=stopped
+        )
+        if self._holding:
+            self._apply(membership.OutputHeld())
+            if remark := self._output.remark(now, console.stuck):
+                console.say(f"phoenix-run: {remark}")
 
     def _apply(self, event: Event) -> None:
         self.state, actions = membership.step(self.state, event, self.clock.now)
@@ -223,9 +243,9 @@ class Supervisor:
         self.chronicle.act(action, self.state)
         match action:
             case membership.Fence(index, incarnation):
-                self._fenced.add(incarnation)
                 self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
-                self._streams -= {key for key in self._streams if key[0] in self._ranks_of(index)}
+                self.muster.dismiss(incarnation)
+                self._output.forget(index)
             case membership.Relaunch(index):
                 if index not in self._powered_off:
                     self.muster.relaunch(index, self.clock.now)
@@ -235,9 +255,6 @@ class Supervisor:
                 self._drills_from = self._drills_from or self.clock.now
             case membership.Finished(outcome):
                 self._outcome = outcome
-
-    def _ranks_of(self, index: int) -> set[int]:
-        return {place.rank for place in self.state.places if place.node == index}
 
     def _spread(self, now: float) -> None:
         """Tell each node its wish when it is new, and again when it did not come true in time."""
@@ -250,6 +267,8 @@ class Supervisor:
                 prepare = self.prepare(self.muster.recruits[member.incarnation])
                 self.bus.send(member.incarnation, prepare, self.state.generation)
             wish, sent = membership.wish_for(self.state, index), self._sent.get(index)
+            if wish.phase is PlanPhase.LEAVE and self._holding:
+                continue
             again = sent is not None and now - sent.at > timeout("resend")
             if sent is None or sent.wish != wish or (again and not membership.fulfilled(self.state, index)):
                 self._sent[index] = _Sent(wish, now)
@@ -277,10 +296,12 @@ class Supervisor:
         assert self._outcome is not None
         for route in self._joiners:
             self.bus.answer(route, JobEnded(self._outcome.exit_code), job=JOINING)
-        self.console.wait_for(self._streams, timeout("exit_output"))
 
     def close(self) -> None:
         """End what is left of every launch, by the bus where it can be heard; after an orderly end that is nothing."""
+        for recruit in self.muster.recruits.values():
+            if recruit.unheard and recruit.handle is not None:
+                recruit.handle.terminate()  # nothing can be said to it; its agent sees the end of its stdin
         left = [r.handle for r in self.muster.recruits.values() if r.handle is not None and r.handle.poll() is None]
         for incarnation in self.muster.recruits:
             self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
@@ -290,6 +311,7 @@ class Supervisor:
         end = self.clock.now + timeout("reap")
         while left and self.clock.now < end:
             poller.poll((end - self.clock.now) * 1000)
+            self.clock.tick(timeout("reap"))
             for handle in [h for h in left if not h.read_lines() and h.at_end]:
                 poller.unregister(handle.fileno())
                 left.remove(handle)

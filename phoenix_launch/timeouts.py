@@ -48,6 +48,7 @@ _ROWS: Final = (
     Timeout("command", 5.0, "the supervisor answers a command such as `status`"),
     Timeout("resend", 1.0, "a plan that was not carried out is sent again"),
     Timeout("exit_output", 5.0, "the last output reaches the terminal after the last worker ended"),
+    Timeout("reader", 600.0, "a job that is over waits for whoever reads its output and stands still (`| less`)"),
 )
 TIMEOUTS: Final[Mapping[str, Timeout]] = {row.name: row for row in _ROWS}
 
@@ -59,6 +60,7 @@ ORDERS: Final = (
     Order("ssh_connect", 1.0, "preflight", "a host that ssh still tries must be waited for"),
     Order("connect", 1.0, "preflight", "an agent that still connects must be waited for"),
     Order("drain_output", 1.0, "exit_output", "lines that are still read must find the terminal open"),
+    Order("exit_output", 1.0, "reader", "output must have the time to arrive before its reader is blamed"),
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from phoenix_launch.messages import AgentBootstrap, Command, Generation, OutputSettings, RankOrder, RunMode
+from phoenix_launch.numa import Machine, NumaError
 
 JOB_KEY: Final = "PHOENIX_JOB_KEY"
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -63,6 +64,20 @@ def own_device(visible: str | None, local_rank: int) -> str:
     if local_rank >= len(devices):
         raise WorkerSetupError(f"local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}")
     return devices[local_rank].strip()
+
+
+def near_cpus(command: Command, visible: str | None, local_rank: int, machine: Machine) -> frozenset[int]:
+    """Those that --numa-binding leaves to a worker; empty: all. Raises WorkerSetupError.
+
+    `visible`: CUDA_VISIBLE_DEVICES as the node has it. Without any GPU there is nothing to be near to.
+    """
+    if not command.numa_binding:
+        return frozenset()
+    gpus = machine.gpus(visible)
+    try:
+        return machine.cpus_near(command.numa_binding, gpus, local_rank) if gpus else frozenset()
+    except NumaError as error:
+        raise WorkerSetupError(f"--numa-binding {command.numa_binding}: {error}") from None
 
 
 def arguments(command: Command, local_rank: int) -> tuple[str, ...]:

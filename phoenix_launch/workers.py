@@ -21,20 +21,17 @@ from phoenix_launch.messages import (
     AgentBootstrap,
     Become,
     BecomeStore,
-    ExitReport,
     ForkServerReady,
     Parked,
     RankReport,
     StoreReport,
     StoreUp,
 )
-from phoenix_launch.node_process import NodeProcess, read_error_file
-from phoenix_launch.node_state import (
+from phoenix_launch.node_actions import (
     Action,
     EndTree,
     Forking,
     HostStore,
-    NodeState,
     ParkProcess,
     PassSignal,
     RunWorker,
@@ -42,6 +39,10 @@ from phoenix_launch.node_state import (
     StartStoreHost,
     Sweep,
 )
+from phoenix_launch.node_process import NodeProcess, read_error_file
+from phoenix_launch.node_report import rank_report
+from phoenix_launch.node_state import NodeState
+from phoenix_launch.numa import Machine, bind
 from phoenix_launch.output import OutputPump, SpareLabel, WorkerLabel
 from phoenix_launch.owned_processes import OwnedProcesses
 from phoenix_launch.poll_loop import PollLoop
@@ -53,6 +54,7 @@ from phoenix_launch.worker_setup import (
     arguments,
     command_line,
     error_file,
+    near_cpus,
     node_environment,
     worker_environment,
 )
@@ -170,8 +172,12 @@ class Workers:
             environment = worker_environment(
                 self.environment, order, command, self._error_file(process, action), process.make_page()
             )
+            visible = self.environment.get("CUDA_VISIBLE_DEVICES")
+            cpus = near_cpus(command, visible, order.local_rank, Machine())
+            if cpus and not action.afresh:
+                bind(process.pid, cpus)
         except (WorkerSetupError, OSError) as error:
-            self._fail(process, 1, str(error))
+            self._fail(process, label, 1, str(error))
             return
         if not action.afresh:
             self._pump.relabel(action.key, label)
@@ -181,10 +187,11 @@ class Workers:
             return
         argv = command_line(command, order.local_rank)
         try:
-            started = start(argv, environment, self._bootstrap.cwd)
+            started = start(argv, environment, self._bootstrap.cwd, cpus=cpus)
         except OSError as error:
             code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_EXECUTE
-            self._fail(process, code, f"{error.filename or argv[0]} cannot be started: {error.strerror or error}")
+            reason = f"{error.filename or argv[0]} cannot be started: {error.strerror or error}"
+            self._fail(process, label, code, reason)
             return
         self._own(process, started)
         self._pump.attach(action.key, started.stdout, started.stderr, label)
@@ -200,12 +207,17 @@ class Workers:
         process.error_file = path
         return path
 
-    def _fail(self, process: NodeProcess, code: int, words: str) -> None:
+    def _fail(self, process: NodeProcess, label: WorkerLabel, code: int, words: str) -> None:
         """It cannot become what it should: reported as the end of a worker with these last words."""
         process.tail, process.verdict = f"phoenix-run: {words}", code
         if process.pid:
+            self._pump.relabel(process.key, label)
             self._endings.end(process.key, self._clock.now)
-        else:
+        else:  # an output that ends at once: whoever waits for what it wrote shall not wait in vain
+            (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+            os.close(out_write)
+            os.close(err_write)
+            self._pump.attach(process.key, out_read, err_read, label)
             process.code = code
             self._state.on_exit(process.key, code, self._clock.now)
 
@@ -291,6 +303,7 @@ class Workers:
             return
         process.oom_killed = self._oom.killed(code, self._groups.oom_kills())
         process.error = read_error_file(process.error_file)
+        process.tail = self._pump.tail(process.key) or process.tail
         if process.verdict is not None:
             code = process.verdict
         self._state.on_exit(process.key, code, now)
@@ -360,17 +373,7 @@ class Workers:
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         now = self._clock.now
-        reports = []
-        for member in self._state.workers():
-            process, order = self._owned[member.key], member.order
-            if order is None:
-                continue
-            ended = None
-            if member.code is not None:
-                tail = process.tail or self._pump.tail(member.key)
-                ended = ExitReport(member.code, now - member.ended_at, process.error, tail, process.oom_killed)
-            reports.append(RankReport(order.rank, member.generation, member.pid, member.state, process.step(), ended))
-        return tuple(reports)
+        return tuple(rank_report(member, self._owned[member.key], now) for member in self._state.workers())
 
     def kill_rank(self, rank: int) -> None:
         """A drill's harm: SIGKILL to one worker, and to nothing of its tree."""

@@ -91,6 +91,8 @@ def _answer(control: socket.socket, answer: StoreUp) -> None:
 def main(descriptor: int) -> NoReturn:
     control = socket.socket(fileno=descriptor)
     control.setblocking(True)
+    import torch.distributed  # noqa: F401  # started early, so that nobody waits for this when the store is needed
+
     received = channel.receive(control)
     if received is None:
         os._exit(0)

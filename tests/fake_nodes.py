@@ -115,7 +115,7 @@ class FakeNode:
             return
         self.workers = [worker for worker in self.workers if worker.generation == wish.generation]
         for place in wish.places if wish.phase is PlanPhase.RUN else ():
-            ends_at = now + self.chance.choice((0.5, 2.0, 4.0, 8.0))
+            ends_at = now + self.chance.choice((2.0, 8.0, 20.0, 30.0))
             self.workers.append(FakeWorker(place.rank, wish.generation, ends_at))
         self.applied, self.changed = wish.generation, True
 
@@ -224,7 +224,9 @@ class FakeJob:
         return incarnations[-1] if incarnations and incarnations[-1].alive else None
 
     def join(self, index: int) -> None:
-        if self.node(index) is not None:
+        """The node is started, for the first time or again after the supervisor gave it up."""
+        known = self.state.members.get(index)
+        if self.node(index) is not None or (known is not None and known.alive):
             return
         enrolment, earlier = self.enrolments[index], self.nodes[index]
         name = f"node{index}"
@@ -237,6 +239,9 @@ class FakeJob:
                 incarnation=incarnation, spare=enrolment.spare, group_rank=enrolment.group_rank,
             )
         )  # fmt: skip
+        admitted = self.state.members.get(index)
+        if admitted is None or admitted.incarnation != incarnation:  # quarantined, or the job is over
+            earlier[-1].die(self.now)
 
     def fail_worker(self, index: int, code: int) -> None:
         """One worker of the node ends by itself; its peers may fail of that."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 import zmq
 
@@ -25,6 +25,7 @@ from phoenix_launch.messages import (
     FromOutput,
     Generation,
     Hello,
+    HostFacts,
     NodePlan,
     NodeReport,
     OutputChunk,
@@ -91,10 +92,12 @@ class Node:
     def report(self) -> NodeReport | None:
         return self.reports[-1] if self.reports else None
 
+    def facts(self) -> HostFacts:
+        return self.until(lambda: self.hello, what=f"{self.name} says hello").facts
+
     @property
     def agent_pid(self) -> int:
-        hello = self.until(lambda: self.hello, what=f"{self.name} says hello")
-        return hello.facts.agent_pid
+        return self.facts().agent_pid
 
     def until(self, check: Callable[[], T | bool | None], seconds: float = 20.0, what: str = "") -> T:
         return self.supervisor.until(check, seconds, what or f"{self.name}: {self.report}")
@@ -110,7 +113,7 @@ class Node:
         return self.until(lambda: r if (r := self.rank(rank, generation)) and r.exit else None, seconds)
 
     def send(self, body: Body, generation: Generation = G1) -> None:
-        self.agent_pid  # nothing can be sent before it was heard
+        self.facts()  # nothing can be sent before it was heard
         assert self.supervisor.bus.send(self.name, body, generation)
 
     def run(self, *orders: RankOrder, generation: Generation = G1, parked: int = 0) -> None:
@@ -189,7 +192,7 @@ class FakeSupervisor:
             self.hear(0.01)
 
     def hear(self, seconds: float) -> None:
-        self._poller.poll(seconds * 1000)
+        self._poller.poll(int(seconds * 1000))
         while (received := self.bus.receive()) is not None:
             node, body = self.nodes[received.peer.name], received.envelope.body
             match body:

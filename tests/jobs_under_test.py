@@ -105,6 +105,13 @@ def started(
         env=environment(home, env),
         cwd=cwd,
     )
+    with attended(process, home) as running:
+        yield running
+
+
+@contextmanager
+def attended(process: subprocess.Popen[str], home: Path) -> Iterator[Running]:
+    """A command that was started with pipes: whatever happens, it has ended at the end of the block."""
     running = Running(process, home)
     try:
         yield running

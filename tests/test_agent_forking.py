@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 from fake_supervisor import G1, G2, FakeSupervisor, Node, Witness, command, order, plan
 
@@ -41,12 +41,8 @@ def start(supervisor: FakeSupervisor, *args: str, parked: int = 2, script: str =
 
 
 def fork_server(node: Node) -> psutil.Process:
-    children = psutil.Process(node.agent_pid).children()
-    return next(
-        child
-        for child in children
-        if "phoenix_runtime.fork_server" in child.cmdline() and child.pid not in parked(node)
-    )
+    children = [child for child in psutil.Process(node.agent_pid).children() if child.pid not in parked(node)]
+    return next(child for child in children if "phoenix_runtime.fork_server" in child.cmdline())
 
 
 def parked(node: Node) -> set[int]:
@@ -60,7 +56,7 @@ def test_parked_processes_become_workers_and_their_whole_trees_end(supervisor: F
     node.send(plan(G1, PlanPhase.RUN, order(0), order(1)))
     for rank in (0, 1):
         ended = node.until(lambda rank=rank: r if (r := node.rank(rank)) and r.exit and r.exit.tail else None)  # type: ignore[misc]
-        assert ended.exit is not None and (ended.exit.code, ended.exit.tail) == (5, "to stderr\n")
+        assert ended.exit is not None and (ended.exit.code, ended.exit.tail.strip()) == (5, "to stderr")
         assert ended.pid in waiting, "a worker is a process that was parked"
         supervisor.until(lambda rank=rank: f"rank {rank} True ['--exit', '{rank}']" in supervisor.text())  # type: ignore[misc]
     node.until_report(lambda r: r.parked == 2 and not waiting & set(r.parked_pids))

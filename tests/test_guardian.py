@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import pytest
 from fake_supervisor import FakeSupervisor, Node, Witness, command, order
 
 from phoenix_launch import guardian
-from phoenix_launch.guardian import make_runtime_folder, reap_seconds
+from phoenix_launch.guardian import reap_seconds
 from phoenix_launch.messages import Drill, DrillKind, Generation, NodePlan, PlanPhase
 from phoenix_launch.processes import living_descendants
+from phoenix_launch.runtime_folder import SOCKET_PATH_BYTES, make_runtime_folder
 
 # A worker with a child, one in a session of its own, and an orphan that has left both and its environment behind.
 FAMILY = """
@@ -131,7 +133,7 @@ def test_a_bootstrap_that_is_cut_short_is_one_clear_line(line: bytes, said: str,
 
 
 def test_the_guardian_stays_small_and_without_torch(node: Node) -> None:
-    node.agent_pid
+    node.facts()
     assert "torch" not in Path(f"/proc/{node.popen.pid}/maps").read_text()
     assert resident(node.popen.pid) < 25 << 20
 
@@ -148,8 +150,8 @@ def test_the_runtime_folder_is_private_and_short_enough_for_a_socket(tmp_path: P
     deep.mkdir()
     for unfit in (deep, tmp_path / "missing"):
         other = make_runtime_folder({"XDG_RUNTIME_DIR": str(unfit)})
-        assert len(os.fsencode(other)) + len("/agent.sock") <= guardian.SOCKET_PATH_BYTES
-        other.rmdir()
+        assert len(os.fsencode(other)) + len("/agent.sock") <= SOCKET_PATH_BYTES
+        shutil.rmtree(other)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,11 @@ from phoenix_launch.messages import (
     StartMethod,
     StoreReport,
 )
-from phoenix_launch.node_state import (
-    FAILURE_WINDOW,
+from phoenix_launch.node_actions import (
     Action,
     EndTree,
     HostStore,
     Leave,
-    NodeState,
     ParkProcess,
     PassSignal,
     RunWorker,
@@ -32,6 +30,7 @@ from phoenix_launch.node_state import (
     StartStoreHost,
     Sweep,
 )
+from phoenix_launch.node_state import FAILURE_WINDOW, NodeState
 
 A = TypeVar("A", bound=Action)
 FORK = command("script.py", start_method=StartMethod.FORK)

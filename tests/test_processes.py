@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from fake_supervisor import Witness
 
-from phoenix_launch import processes
+from phoenix_launch import endings, processes
 from phoenix_launch.clock import OwnClock
+from phoenix_launch.endings import Endings
 from phoenix_launch.processes import ProcessStat, Table
 from phoenix_launch.trees import Claim, living, owners
 
@@ -96,7 +97,7 @@ def test_descendants_are_found_at_any_depth_and_nobody_else() -> None:
 
 KILLER = """
 import sys
-from phoenix_launch import processes
+from phoenix_launch import endings, processes
 import subprocess, time
 processes.become_subreaper()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
@@ -160,7 +161,7 @@ def test_a_child_dies_with_its_parent(eventually: Callable[..., bool], repo_envi
 
 
 def test_exit_codes_of_children_are_collected_by_pid() -> None:
-    one, two = os.fork() or os._exit(7), os.fork() or os._exit(0)  # type: ignore[func-returns-value]
+    one, two = os.fork() or os._exit(7), os.fork() or os._exit(0)
     for pid in (one, two):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     codes = processes.reap()
@@ -215,21 +216,88 @@ def test_only_what_lives_has_to_be_ended() -> None:
     assert {process.pid for process in living(everybody, owned, 1)} == {WORKER, 200}
 
 
+# --- ending trees, round by round -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel({})
+    monkeypatch.setattr(endings, "process_table", lambda: kernel.table)
+    monkeypatch.setattr(endings, "send_signal", lambda process, _: kernel.killed.append(process.pid))
+    monkeypatch.setattr(endings, "environment_bytes", lambda _: b"")
+    return kernel
+
+
+@dataclass
+class Kernel:
+    """A process table that a test writes, and who was killed."""
+
+    table: Table
+    killed: list[int] = field(default_factory=list)
+
+    def holds(self, *entries: ProcessStat) -> None:
+        self.table = table(entry(os.getpid(), 1), *entries)
+        self.killed.clear()
+
+
+def test_a_tree_is_cleared_when_nothing_of_it_lives_and_its_exit_is_known(kernel: Kernel) -> None:
+    trees, claims = Endings(5.0, pytest.fail), [Claim(1, WORKER)]
+    trees.end(1, 0.0)
+    kernel.holds(entry(WORKER, os.getpid()), entry(200, WORKER))
+    assert trees.round(claims, 0.0, True, lambda _: False).cleared == ()
+    assert sorted(kernel.killed) == [WORKER, 200]
+    kernel.holds(entry(WORKER, os.getpid(), state="Z"))
+    assert trees.round(claims, 0.1, True, lambda _: False).cleared == ()
+    assert trees.round(claims, 0.2, True, lambda _: True).cleared == (1,)
+    assert not trees.pending
+
+
+def test_a_process_that_does_not_die_is_named_to_the_user_and_waited_for_no_longer(kernel: Kernel) -> None:
+    said: list[str] = []
+    trees = Endings(5.0, said.append)
+    trees.end(1, 0.0)
+    kernel.holds(entry(WORKER, os.getpid(), state="D"))
+    assert trees.round([Claim(1, WORKER)], 4.9, True, lambda _: False).cleared == ()
+    assert trees.round([Claim(1, WORKER)], 5.0, True, lambda _: False).cleared == (1,)
+    assert said == [f"these processes do not die: pid {WORKER} (p{WORKER}, state D)"]
+
+
+def test_a_sweep_spares_whoever_may_not_have_said_yet_that_it_is_ours(kernel: Kernel) -> None:
+    trees = Endings(5.0, pytest.fail)
+    trees.sweep(0.0)
+    kernel.holds(entry(200, os.getpid()))
+    assert not trees.round([], 0.0, False, lambda _: True).swept
+    assert kernel.killed == []
+    assert not trees.round([], 0.1, True, lambda _: True).swept
+    assert kernel.killed == [200]
+    kernel.holds()
+    assert trees.round([], 0.2, False, lambda _: True).swept, "nobody is there, whoever may come"
+
+
 # --- the agent's clock -----------------------------------------------------------------------------------------------
 
 
 def test_time_that_was_slept_through_does_not_count() -> None:
-    times = iter([0.0, 0.5, 0.5, 30.5, 30.5, 31.0])
+    times = iter([0.0, 0.5, 30.5, 31.0])
     clock = OwnClock(lambda: next(times))
     assert clock.tick(0.5) == 0.0
     assert clock.now == 0.5
     assert clock.tick(0.5) == 29.5
     assert clock.now == pytest.approx(1.0)
+    assert clock.tick(0.5) == 0.0
     assert clock.now == pytest.approx(1.5)
 
 
+def test_nothing_is_overdue_before_a_tick_has_seen_that_its_owner_was_stopped() -> None:
+    times = iter([0.0, 30.0])
+    clock = OwnClock(lambda: next(times))
+    assert clock.now == 0.0
+    clock.tick(0.5)
+    assert clock.now == pytest.approx(0.5)
+
+
 def test_a_tick_that_is_a_little_late_counts_in_full() -> None:
-    times = iter([0.0, 1.4, 1.4])
+    times = iter([0.0, 1.4])
     clock = OwnClock(lambda: next(times))
     assert clock.tick(0.5) == 0.0
     assert clock.now == 1.4

@@ -20,9 +20,7 @@ def part(name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "flags"), [("options", []), ("timeouts", ["--timeouts"])])
-def test_the_tables_are_printed_from_the_code(
-    name: str, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tables_are_printed_from_the_code(name: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--markdown", *flags]) == 0
     assert capsys.readouterr().out.strip() == part(name).strip(), "paste what `phoenix-run config --markdown` prints"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 from cluster import missing
+from jobs_on_hosts import Head, lives
 from namespaces import slay
 from testhosts import Cluster
 
@@ -66,5 +68,13 @@ def hosts(cluster: Cluster, eventually: Callable[..., object]) -> Iterator[Clust
                     slay(pid)
 
 
+@pytest.fixture
+def head(hosts: Cluster, shared_folder: Path, eventually: Callable[..., object]) -> Iterator[Head]:
+    """The host where jobs are started, with a fresh folder that all hosts see."""
+    with tempfile.TemporaryDirectory(dir=shared_folder) as folder:
+        yield Head(hosts, Path(folder), eventually)
+
+
 def _foreign(cluster: Cluster, host: str) -> list[str]:
-    return [cluster.command_line(pid) for pid in cluster.processes(host) if not cluster.is_own(pid)]
+    """What lives there; of a dead command whose `testhosts exec` was killed nobody reads the exit code until we end."""
+    return [cluster.command_line(pid) for pid in cluster.processes(host) if not cluster.is_own(pid) and lives(pid)]

@@ -1,0 +1,76 @@
+"""Drills say whom they hit, and bad ones are refused in one line with an example."""
+
+from __future__ import annotations
+
+import pytest
+
+from phoenix_launch.drills import DrillPlan, find_target, parse_kind, parse_plan
+from phoenix_launch.errors import UsageError
+from phoenix_launch.job_state import Member, NodeState, Rules, State
+from phoenix_launch.messages import DrillKind, Generation
+from phoenix_launch.placement import Seat
+
+
+def member(index: int, state: NodeState = NodeState.READY) -> Member:
+    name = f"node{index}"
+    return Member(index=index, name=name, domain=name, slots=2, incarnation=name, state=state)
+
+
+def job(*members: Member) -> State:
+    return State(
+        rules=Rules(seats_min=2, seats_max=2),
+        generation=Generation(1, 1),
+        members={m.index: m for m in members},
+        lineup=(Seat(0, 2), Seat(1, 2)),
+    )
+
+
+def test_a_plan_is_read() -> None:
+    assert parse_plan("kill-node --node 1 --after 20") == DrillPlan(kind=DrillKind.KILL_NODE, node="1", after=20.0)
+    assert parse_plan("kill-worker --rank 3") == DrillPlan(kind=DrillKind.KILL_WORKER, rank=3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "kill-node",
+        "kill-node --node",
+        "kill-node --node 1 --rank 2",
+        "kill-worker --node 1",
+        "kill-worker --rank -1",
+        "kill-worker --rank x",
+        "kill-node --node 1 --after -3",
+        "kill-node --node 1 --after nan",
+        "kill-node --node 1 --when 3",
+        "kill-node --node '1",
+    ],
+)
+def test_a_bad_plan_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_plan(text)
+    assert refused.value.hint and "\n" not in refused.value.message
+
+
+def test_the_nearest_kind_is_named() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_kind("kil-node")
+    assert refused.value.hint == "did you mean kill-node?"
+
+
+def test_a_node_is_found_by_index_by_name_and_by_one_of_its_ranks() -> None:
+    state = job(member(0), member(1))
+    for rank, node in ((-1, "1"), (-1, "node1"), (3, "")):
+        target = find_target(state, DrillKind.KILL_NODE, rank, node)
+        assert (target.node, target.rank, target.text) == (1, -1, "node1 (ranks 2, 3)")
+
+
+def test_a_worker_is_found_by_its_rank() -> None:
+    target = find_target(job(member(0), member(1)), DrillKind.KILL_WORKER, 1, "")
+    assert (target.node, target.rank, target.text) == (0, 1, "rank 1 on node0")
+
+
+@pytest.mark.parametrize(("rank", "node"), [(9, ""), (-1, "node7"), (-1, "1")])
+def test_what_is_not_there_or_dead_already_is_no_target(rank: int, node: str) -> None:
+    with pytest.raises(UsageError):
+        find_target(job(member(0), member(1, NodeState.LOST)), DrillKind.KILL_NODE, rank, node)
