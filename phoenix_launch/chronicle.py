@@ -6,16 +6,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phoenix_launch import membership
+from phoenix_launch import job_events
 from phoenix_launch.bus import BusCounters
 from phoenix_launch.console import Console
 from phoenix_launch.errors import EXIT_OK, PhoenixError
 from phoenix_launch.hosts import NodeSpec
+from phoenix_launch.job_events import Action
 from phoenix_launch.job_state import NodeState, Outcome, Phase, State
 from phoenix_launch.jobs import JobFolder, settings_document
 from phoenix_launch.journal import Journal
 from phoenix_launch.last_words import summary
-from phoenix_launch.membership import Action
 from phoenix_launch.messages import Generation, NodeReport, ProcessState, RankReport
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState, JobStatus, Move, NodeStatus, RankStatus, SwapStatus
@@ -117,9 +117,9 @@ class Chronicle:
     def act(self, action: Action, state: State) -> None:
         now = time.monotonic()
         match action:
-            case membership.FaultFound():
+            case job_events.FaultFound():
                 self._fault(action, state, now)
-            case membership.GenerationBegun(generation, moved):
+            case job_events.GenerationBegun(generation, moved):
                 names = {index: member.name for index, member in state.members.items()}
                 moves = tuple(Move(rank=r, from_node=names[a], to_node=names[b], source="script") for r, a, b in moved)
                 if generation.n > state.first:
@@ -128,15 +128,15 @@ class Chronicle:
                     )
                     targets = ", ".join(f"rank {m.rank} {m.from_node} -> {m.to_node}" for m in moves)
                     self.console.say(f"phoenix-run: restarting all workers ({generation}){targets and ': '}{targets}")
-            case membership.GenerationRuns(generation):
+            case job_events.GenerationRuns(generation):
                 self._runs(generation, now)
-            case membership.WaitingForNode(text):
+            case job_events.WaitingForNode(text):
                 self.console.say(f"phoenix-run: {text}")
             case _:
                 return
         self._save(self.status(state))  # for `jobs`, and for whoever asks when the supervisor is gone
 
-    def _fault(self, fault: membership.FaultFound, state: State, now: float) -> None:
+    def _fault(self, fault: job_events.FaultFound, state: State, now: float) -> None:
         name = state.members[fault.node].name
         self._fault_at = self._fault_at or now
         self._lost += fault.ranks

@@ -84,7 +84,16 @@ def job_environment(environ: Mapping[str, str], options: Iterable[str], *, simul
             hint = f"did you mean {near[0]}?" if near else f"write --env {name}=VALUE, or export it first"
             raise UsageError(f"--env {name}: it is not set here", hint=hint)
         chosen[name] = value if equals else environ[name]
-    return {name: value for name, value in chosen.items() if name not in SECRETS}
+    return {name: value for name, value in chosen.items() if name not in SECRETS and is_text(name + value)}
+
+
+def is_text(text: str) -> bool:
+    """Whether it is UTF-8, as all that travels to a node has to be; the system lets names and values be any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_transferred(name: str) -> bool:

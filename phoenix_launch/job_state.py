@@ -56,6 +56,7 @@ class Rules:
     probe_timeout: float = 1.0
     join_timeout: float = 600.0
     spare_timeout: float = 60.0
+    start_timeout: float = 120.0  # what an agent may need to start its workers: a fork server that came up again
     shutdown_timeout: float = 30.0
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere

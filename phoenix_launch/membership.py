@@ -1,160 +1,42 @@
 """Who belongs to a job and what every node has to make true: a pure state machine, (state, event, now) -> (state, actions).
 
-No I/O, no clock, no threads. Nodes are told wishes (`wish_for`), not commands: a wish may be repeated, come late or not at
+No I/O, no clock, no threads. Nodes are told wishes (`wishes.py`), not commands: a wish may be repeated, come late or not at
 all, and a report is the whole state of its node, so lost and doubled messages need no special care. Every generation
 is a (term, n); whatever speaks of an older one is ignored.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from phoenix_launch import placement
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
+from phoenix_launch.job_events import (
+    Action,
+    Admitted,
+    AgentEnded,
+    ChannelClosed,
+    Event,
+    FaultFound,
+    Fence,
+    Finished,
+    GaveUp,
+    GenerationBegun,
+    GenerationRuns,
+    OutputHeld,
+    Relaunch,
+    Reported,
+    StopAsked,
+    Ticked,
+    WaitingForNode,
+)
 from phoenix_launch.job_state import SIGTERM, Ended, Endpoint, Member, NodeState, Outcome, Phase, Rules, State, how
-from phoenix_launch.messages import Generation, NodeReport, PlanPhase
-from phoenix_launch.placement import Candidate, RankPlace, Seat
+from phoenix_launch.messages import Generation, NodeReport
+from phoenix_launch.placement import Candidate, Seat
 
 UNDER_WAY: Final = 0.1  # seconds by which a node's last report may come after its end
 HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
-
-# --- events ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """A node passed its preflight (for the first time, or again after it was lost: then it is a spare node)."""
-
-    index: int
-    name: str
-    domain: str
-    slots: int
-    incarnation: str
-    spare: bool = False
-    group_rank: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    index: int
-    report: NodeReport
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelClosed:
-    """The ssh session ended and says nothing about the node: one probe decides."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class AgentEnded:
-    """The node's guardian is known to have ended, and with it everything there; or the agent said farewell."""
-
-    index: int
-    incarnation: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    signal: int
-
-
-@dataclass(frozen=True, slots=True)
-class GaveUp:
-    """Something outside this machine decides the end (preflight of a start that cannot work ...)."""
-
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class ClockLate:
-    """The supervisor itself was stopped for this long: nobody else is to blame for it."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHeld:
-    """The job is over, but nobody was told to leave yet: what workers wrote is still being shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    pass
-
-
-Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | ClockLate | OutputHeld | Ticked
-
-
-# --- actions ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultFound:
-    """For the journal and the screen. kind: "worker", "node"."""
-
-    kind: str
-    node: int
-    ranks: tuple[int, ...]
-    detail: str
-    cause: Ended | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationBegun:
-    """moved: ranks that are on another node than before, (rank, from node, to node)."""
-
-    generation: Generation
-    moved: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRuns:
-    generation: Generation
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingForNode:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Nothing of this incarnation may go on: it is told to leave whenever it is heard of."""
-
-    index: int
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class Relaunch:
-    """Try to start the node's agent again; if it comes it is a spare node."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    outcome: Outcome
-
-
-Action = FaultFound | GenerationBegun | GenerationRuns | WaitingForNode | Fence | Relaunch | Finished
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What one node has to make true; the supervisor turns it into a NodePlan."""
-
-    generation: Generation
-    phase: PlanPhase
-    places: tuple[RankPlace, ...] = ()
-    host_store: bool = False
-    store_port: int = 0
-    signal: int = SIGTERM
-    grace: float = 0.0
 
 
 def start(rules: Rules, term: int, now: float) -> State:
@@ -170,38 +52,6 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     work.take(event)
     work.settle()
     return work.state, tuple(work.actions)
-
-
-def wish_for(state: State, index: int) -> Wish:
-    """What node `index` has to make true now."""
-    member = state.members[index]
-    generation = state.generation
-    grace = state.rules.shutdown_timeout
-    if not member.alive or state.phase in (Phase.LEAVING, Phase.FINISHED):
-        return Wish(generation, PlanPhase.LEAVE)
-    if state.phase is Phase.STOPPING:
-        return Wish(generation, PlanPhase.STOP, signal=state.signal, grace=state.grace)
-    if state.phase in (Phase.QUIESCING, Phase.WAITING):
-        hosts_store = state.phase is Phase.QUIESCING and index == state.store_node
-        port = state.rules.master_port if generation.n == state.first else 0
-        return Wish(generation, PlanPhase.QUIESCE, host_store=hosts_store, store_port=port, grace=grace)
-    if state.phase is Phase.RUNNING:
-        places = tuple(place for place in state.places if place.node == index)
-        if places or index == state.store_node:
-            return Wish(generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace)
-    return Wish(generation, PlanPhase.PARK)
-
-
-def fulfilled(state: State, index: int) -> bool:
-    """Whether the node's last report shows that its wish came true (else it is told again)."""
-    wish, member = wish_for(state, index), state.members[index]
-    if wish.phase is PlanPhase.QUIESCE:
-        return member.quiesced >= wish.generation and (not wish.host_store or state.store is not None)
-    if wish.phase is PlanPhase.RUN:
-        return member.applied >= wish.generation
-    if wish.phase is PlanPhase.STOP:
-        return member.live == 0
-    return wish.phase is PlanPhase.PARK or member.left
 
 
 class _Transition:
@@ -231,10 +81,6 @@ class _Transition:
             case GaveUp(outcome):
                 if self.state.phase is not Phase.LEAVING:
                     self._leave(outcome)
-            case ClockLate(seconds):
-                for index, member in self.state.members.items():
-                    self._update(index, heard=member.heard + seconds, suspect_since=member.suspect_since + seconds)
-                self.state = replace(self.state, since=self.state.since + seconds)
             case OutputHeld():
                 if self.state.phase is Phase.LEAVING:
                     self.state = replace(self.state, since=self.now)
@@ -248,6 +94,8 @@ class _Transition:
         if known is not None and known.failures > self.state.rules.max_failures_per_host:
             return
         began = self.state.phase is not Phase.STARTING
+        if not self.state.members:  # from here on the others are waited for; a muster that fails ends by itself
+            self.state = replace(self.state, since=self.now)
         member = Member(
             index=event.index, name=event.name, domain=event.domain, slots=event.slots, incarnation=event.incarnation,
             spare=event.spare or began, group_rank=event.group_rank, heard=self.now,
@@ -284,6 +132,9 @@ class _Transition:
         if not error:
             self.state = replace(self.state, store=Endpoint(address, port))
         elif self.state.phase is Phase.QUIESCING and self.state.store is None:
+            if not (self.state.rules.master_port and self.state.generation.n == self.state.first):
+                self._lose(self.state.store_node, f"its store cannot start: {error}")  # another node hosts the next one
+                return
             self._leave(
                 Outcome(
                     exit_code=EXIT_WORKER_FAILED, text=f"the store of {self.state.generation} cannot start: {error}",
@@ -355,7 +206,7 @@ class _Transition:
         rules, candidates = self.state.rules, self._candidates()
         training = [c for c in candidates if not c.spare]
         here = [m for m in self.state.members.values() if m.alive]
-        late = self.now - self.state.since > rules.join_timeout
+        late = bool(self.state.members) and self.now - self.state.since > rules.join_timeout
         loading = len(here) > len(candidates)  # that has its own timeout: a node that came in time is waited for
         if len(training) >= rules.seats_max or (late and not loading and len(candidates) >= rules.seats_min):
             lineup = placement.first_lineup(candidates, min(rules.seats_max, len(candidates)))
@@ -407,6 +258,13 @@ class _Transition:
             self._leave(Outcome(exit_code=EXIT_OK, text="finished"))
         elif self._seat_empty():
             self._refill()
+        elif self.now - state.since > state.rules.start_timeout:
+            seated = {seat.node for seat in state.lineup}
+            for member in [m for m in state.members.values() if m.alive and m.index in seated]:
+                if member.applied < state.generation:
+                    self._lose(member.index, f"did not start its workers within {state.rules.start_timeout:g} s")
+            if self._seat_empty():
+                self._refill()
 
     def _worker_failed(self, cause: Ended) -> None:
         """Count it against --max-restarts, unless it may only follow from the loss of another node, which never counts."""
@@ -421,7 +279,9 @@ class _Transition:
             FaultFound(kind="worker", node=cause.node, ranks=(cause.rank,), detail=how(cause.report.code), cause=cause)
         )
         if exhausted:
-            self._enter(Phase.STOPPING, outcome=self._failure(cause), signal=SIGTERM, grace=state.rules.shutdown_timeout)
+            self._enter(
+                Phase.STOPPING, outcome=self._failure(cause), signal=SIGTERM, grace=state.rules.shutdown_timeout
+            )
             return
         self.state = replace(state, restarts_used=state.restarts_used + 1, charged=cause)
         self._refill()

@@ -13,7 +13,7 @@ from phoenix_launch import preflight, remote
 from phoenix_launch.bus import KeyPair, Peer, PeerKind, SupervisorBus, new_key_pair
 from phoenix_launch.errors import StartError, UsageError
 from phoenix_launch.hosts import NodeSpec
-from phoenix_launch.membership import Admitted
+from phoenix_launch.job_events import Admitted
 from phoenix_launch.messages import AgentBootstrap, Generation, HostFacts, PeerProbe, Probe
 from phoenix_launch.remote import NodeHandle
 from phoenix_launch.settings import timeout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phoenix_launch.environment import JobIdentity, worker_environment
 from phoenix_launch.job_state import State
-from phoenix_launch.membership import Wish
 from phoenix_launch.messages import NodePlan, PlanPhase, RankOrder
+from phoenix_launch.wishes import Wish
 
 
 def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:

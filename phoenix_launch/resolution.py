@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phoenix_launch.errors import UsageError
+from phoenix_launch.host_environment import is_text
 from phoenix_launch.options import OPTIONS, Option, default
 from phoenix_launch.settings import RunSettings, check_timeouts
 
@@ -86,7 +87,7 @@ def settings_from(
         )
     settings = _standalone(_join_timeout(raw)) if raw.standalone else _join_timeout(raw)
     settings = dataclasses.replace(
-        settings, allow_drills=settings.allow_drills or bool(settings.drills), remarks=_remarks(settings)
+        settings, allow_drills=settings.allow_drills or bool(settings.drills), remarks=_remarks(settings, environ)
     )
     _check_nodes(settings)
     _check_joining(settings, environ)
@@ -121,8 +122,12 @@ def _join_timeout(settings: RunSettings) -> RunSettings:
     return dataclasses.replace(settings, join_timeout=float(text)) if text else settings
 
 
-def _remarks(settings: RunSettings) -> tuple[str, ...]:
-    remarks = []
+def _remarks(settings: RunSettings, environ: Mapping[str, str]) -> tuple[str, ...]:
+    remarks = [
+        f"the environment variable {ascii(name)[1:-1]} is no UTF-8 and is not passed on"
+        for name, value in environ.items()
+        if not is_text(name + value)
+    ]
     if settings.logs_specs:
         remarks.append(f"--logs-specs {settings.logs_specs} has no effect: logs are laid out as the README says")
     if settings.event_log_handler != "null":

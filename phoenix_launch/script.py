@@ -7,6 +7,7 @@ import shutil
 import warnings
 
 from phoenix_launch.errors import UsageError
+from phoenix_launch.host_environment import is_text
 from phoenix_launch.settings import RunSettings
 
 
@@ -16,6 +17,7 @@ def check_command(settings: RunSettings) -> None:
     The script is the same file on all hosts, so it is read here also when the hosts are others. Modules are looked up
     by the workers themselves: only they have the right path.
     """
+    _check_texts(settings)
     if settings.module:
         return
     if settings.no_python:
@@ -26,6 +28,20 @@ def check_command(settings: RunSettings) -> None:
             )
         return
     check_script(settings.script)
+
+
+def _check_texts(settings: RunSettings) -> None:
+    """What travels to the nodes is text; the folder we are in has to be there as well."""
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the folder you are in is gone: {error.strerror}", hint="go to one that exists") from None
+    for text in (folder, settings.script, *settings.script_args, *settings.env):
+        if not is_text(text):
+            raise UsageError(
+                f"{ascii(text)} is no UTF-8: it cannot be passed on to the workers",
+                hint="rename it, or hand it over in a file",
+            )
 
 
 def check_script(path: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from phoenix_launch import drills, membership
+from phoenix_launch import drills, job_events, membership, wishes
 from phoenix_launch.bus import Peer, PeerKind, Received, SupervisorBus
 from phoenix_launch.chronicle import Chronicle
 from phoenix_launch.clock import OwnClock
@@ -21,9 +21,9 @@ from phoenix_launch.console import Console
 from phoenix_launch.drills import DrillPlan
 from phoenix_launch.environment import JobIdentity
 from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError
+from phoenix_launch.job_events import Action, Event
 from phoenix_launch.job_state import NodeState, Outcome, Phase, State
 from phoenix_launch.last_output import LastOutput
-from phoenix_launch.membership import Action, Event, Wish
 from phoenix_launch.messages import (
     JOINING,
     Answer,
@@ -53,6 +53,7 @@ from phoenix_launch.plans import node_plan
 from phoenix_launch.settings import timeout
 from phoenix_launch.signals import SignalPipe
 from phoenix_launch.status import encode_status
+from phoenix_launch.wishes import Wish
 
 TICK = 0.25  # seconds between looks at the deadlines when nothing happens
 
@@ -143,7 +144,7 @@ class Supervisor:
                 self.bus.answer(route, reply, job=JOINING)
         elif isinstance(body, Leaving) and (recruit := self.muster.recruits.get(body.incarnation)) is not None:
             detail = f"it was told to go by {signal.Signals(body.signal).name}"
-            self._apply(membership.AgentEnded(recruit.spec.index, body.incarnation, detail))
+            self._apply(job_events.AgentEnded(recruit.spec.index, body.incarnation, detail))
 
     def _answer(self, received: Received, body: Body) -> None:
         self.bus.answer(received.route, body, self.state.generation)
@@ -167,9 +168,9 @@ class Supervisor:
                 self.bus.send(incarnation, ReportAck(body.seq), self.state.generation)
                 self.chronicle.observe(index, recruit.spec.name, body)
                 self._output.note(index, body)
-                self._apply(membership.Reported(index, body))
+                self._apply(job_events.Reported(index, body))
             case Farewell():
-                self._apply(membership.AgentEnded(index, incarnation, "it said farewell"))
+                self._apply(job_events.AgentEnded(index, incarnation, "it said farewell"))
             case _:
                 self.bus.counters.malformed += 1
 
@@ -179,10 +180,10 @@ class Supervisor:
             return False
         if recruit.out_of_touch and recruit.facts is not None and not recruit.dismissed:
             if self.muster.watch_again(recruit, self.clock.now) and recruit.admitted:
-                self._apply(membership.ChannelClosed(recruit.spec.index))
+                self._apply(job_events.ChannelClosed(recruit.spec.index))
         elif recruit.admitted and not (recruit.dismissed or recruit.blind):
             detail = recruit.lines[-1] if recruit.lines and not recruit.watches else ""
-            self._apply(membership.AgentEnded(recruit.spec.index, recruit.incarnation, detail))
+            self._apply(job_events.AgentEnded(recruit.spec.index, recruit.incarnation, detail))
         return True
 
     def _stop(self, number: int) -> None:
@@ -193,7 +194,7 @@ class Supervisor:
             )
         elif self.state.phase is Phase.LEAVING:
             self._output.hurried = True
-        self._apply(membership.StopAsked(number))
+        self._apply(job_events.StopAsked(number))
 
     # --- what follows ------------------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Supervisor:
                 answer = self._inject(FaultRequest(plan.kind, plan.rank, plan.node))
                 if not answer.ok:
                     self.console.say(f"phoenix-run: drill: {answer.text}")
-        self._apply(membership.Ticked())
+        self._apply(job_events.Ticked())
         self._hold_for_output(now)
         self._spread(now)
         return launched
@@ -230,7 +231,7 @@ class Supervisor:
             now, pending=bool(pending), written=console.written, stuck=console.stuck, stopped=stopped
         )
         if self._holding:
-            self._apply(membership.OutputHeld())
+            self._apply(job_events.OutputHeld())
             if remark := self._output.remark(now, console.stuck):
                 console.say(f"phoenix-run: {remark}")
 
@@ -242,18 +243,18 @@ class Supervisor:
     def _act(self, action: Action) -> None:
         self.chronicle.act(action, self.state)
         match action:
-            case membership.Fence(index, incarnation):
+            case job_events.Fence(index, incarnation):
                 self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
                 self.muster.dismiss(incarnation)
                 self._output.forget(index)
-            case membership.Relaunch(index):
+            case job_events.Relaunch(index):
                 if index not in self._powered_off:
                     self.muster.relaunch(index, self.clock.now)
-            case membership.GenerationBegun():
+            case job_events.GenerationBegun():
                 self._spread(self.clock.now)  # at once: this is the notice that ends the survivors' waiting
-            case membership.GenerationRuns():
+            case job_events.GenerationRuns():
                 self._drills_from = self._drills_from or self.clock.now
-            case membership.Finished(outcome):
+            case job_events.Finished(outcome):
                 self._outcome = outcome
 
     def _spread(self, now: float) -> None:
@@ -266,11 +267,11 @@ class Supervisor:
                 self._prepared[member.incarnation] = now
                 prepare = self.prepare(self.muster.recruits[member.incarnation])
                 self.bus.send(member.incarnation, prepare, self.state.generation)
-            wish, sent = membership.wish_for(self.state, index), self._sent.get(index)
+            wish, sent = wishes.wish_for(self.state, index), self._sent.get(index)
             if wish.phase is PlanPhase.LEAVE and self._holding:
                 continue
             again = sent is not None and now - sent.at > timeout("resend")
-            if sent is None or sent.wish != wish or (again and not membership.fulfilled(self.state, index)):
+            if sent is None or sent.wish != wish or (again and not wishes.fulfilled(self.state, index)):
                 self._sent[index] = _Sent(wish, now)
                 self.bus.send(member.incarnation, node_plan(self.state, wish, self.identity), self.state.generation)
 

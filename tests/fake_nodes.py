@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from phoenix_launch import membership
+from phoenix_launch import job_events, membership, wishes
+from phoenix_launch.job_events import Action, Event
 from phoenix_launch.job_state import Member, Outcome, Phase, Rules, State
-from phoenix_launch.membership import Action, Event, Wish
 from phoenix_launch.messages import (
     NO_GENERATION,
     ExitReport,
@@ -22,6 +22,7 @@ from phoenix_launch.messages import (
     RankReport,
     StoreReport,
 )
+from phoenix_launch.wishes import Wish
 
 TICK: Final = 0.25
 HEARTBEAT: Final = 0.5
@@ -234,7 +235,7 @@ class FakeJob:
         earlier.append(FakeNode(index, incarnation, self.chance, self.now + self.chance.choice((0.0, 0.5, 1.5))))
         self._returns.pop(index, None)
         self.apply(
-            membership.Admitted(
+            job_events.Admitted(
                 index=index, name=name, domain=enrolment.domain or name, slots=enrolment.slots,
                 incarnation=incarnation, spare=enrolment.spare, group_rank=enrolment.group_rank,
             )
@@ -276,7 +277,7 @@ class FakeJob:
         """The network delivers a report that it has delivered before, however old."""
         if self._history:
             index, report = self.chance.choice(self._history)
-            self.apply(membership.Reported(index, report))
+            self.apply(job_events.Reported(index, report))
 
     def _peers_fail(self, generation: Generation) -> None:
         """Workers in a collective with one that is gone raise an error soon, or wait in vain."""
@@ -320,7 +321,7 @@ class FakeJob:
             if report is not None:
                 self._send(node, report)
         self._deliver()
-        self.apply(membership.Ticked())
+        self.apply(job_events.Ticked())
         self._spread()
 
     def _send(self, node: FakeNode, message: NodeReport | Wish) -> None:
@@ -341,15 +342,15 @@ class FakeJob:
                 self._send(flight.node, Wish(self.state.generation, PlanPhase.LEAVE))
             else:
                 self._history.append((flight.node.index, flight.message))
-                self.apply(membership.Reported(flight.node.index, flight.message))
+                self.apply(job_events.Reported(flight.node.index, flight.message))
 
     def _spread(self) -> None:
         for index, member in self.state.members.items():
             node = self._node_of(member)
             if node is None or not (member.alive or self.state.phase is Phase.LEAVING):
                 continue
-            wish, told = membership.wish_for(self.state, index), self._told.get(member.incarnation)
-            again = told is not None and self.now - told[1] > RESEND and not membership.fulfilled(self.state, index)
+            wish, told = wishes.wish_for(self.state, index), self._told.get(member.incarnation)
+            again = told is not None and self.now - told[1] > RESEND and not wishes.fulfilled(self.state, index)
             if told is None or told[0] != wish or again:
                 self._told[member.incarnation] = (wish, self.now)
                 self._send(node, wish)
@@ -362,11 +363,11 @@ class FakeJob:
         self.actions.extend(actions)
         for action in actions:
             match action:
-                case membership.Fence(_, incarnation):
+                case job_events.Fence(_, incarnation):
                     self.fenced.add(incarnation)
-                case membership.Relaunch(index):
+                case job_events.Relaunch(index):
                     self._returns[index] = self.now + self.chance.choice((1.0, 4.0, 30.0))
-                case membership.Finished(outcome):
+                case job_events.Finished(outcome):
                     self.outcome = outcome
         self.check(before)
 
@@ -392,5 +393,5 @@ class FakeJob:
         return [(member, node) for member, node in pairs if node is not None]
 
 
-def _ended(node: FakeNode) -> membership.AgentEnded:
-    return membership.AgentEnded(node.index, node.incarnation, "its agent ended")
+def _ended(node: FakeNode) -> job_events.AgentEnded:
+    return job_events.AgentEnded(node.index, node.incarnation, "its agent ended")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from phoenix_launch.arrival import arrived
+from phoenix_launch.messages import OutputSettings
 from tests.bootstraps import bootstrap
 
 SESSION = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.7 22", "HOME": "/home/there", "LANG": "C"}
@@ -38,3 +39,13 @@ def test_the_jobs_environment_lies_over_the_login_sessions() -> None:
 def test_a_simulated_node_takes_everything_as_it_is() -> None:
     given = msgspec.structs.replace(bootstrap(), simulated=True)
     assert arrived(given, SESSION) == given
+
+
+def test_folders_without_a_root_lie_where_the_user_of_this_host_keeps_jobs() -> None:
+    output = OutputSettings(folder="job-1/logs/h1", torchrun_folder="job-1/logs/run_h1")
+    given = msgspec.structs.replace(bootstrap(), simulated=False, output=output)
+    here = arrived(given, SESSION).output
+    jobs = "/home/there/.local/state/phoenix/jobs"
+    assert (here.folder, here.torchrun_folder) == (f"{jobs}/job-1/logs/h1", f"{jobs}/job-1/logs/run_h1")
+    given = msgspec.structs.replace(given, output=OutputSettings(folder="/scratch/logs/h1"))
+    assert arrived(given, SESSION).output == given.output

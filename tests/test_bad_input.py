@@ -221,3 +221,34 @@ def test_a_job_without_drills_refuses_to_be_harmed(ground: Ground, eventually: E
         assert wrong.code == 1 and "7" in wrong.err and len(wrong.err.splitlines()) <= 2
         (ground.folder / "finish").touch()
         assert running.wait().code == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_harm_nobody(ground: Ground, eventually: Eventually, closed: str) -> None:
+    command = f"{' '.join(PHOENIX_RUN)} {ground.script(SCRIPT)} {closed}"
+    ended = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=20, cwd=ground.folder,
+        env=environment(ground.home, ground.environment),
+    )  # fmt: skip
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stdout == ("" if ">&- " in closed + " " and not closed.startswith("2") else "hello\n")
+    (log,) = ground.home.glob("jobs/*/logs/node0/0.g1.out")
+    assert log.read_text() == "hello\n"
+    ground.check_nothing_is_left(eventually, log.parents[2])
+
+
+def test_a_variable_that_is_no_text_is_left_out_and_an_argument_is_refused(ground: Ground) -> None:
+    done = ground.run(ground.script(SCRIPT), env={"ODD": "\udcff", "EVEN": "ä"})
+    assert (done.code, done.out) == (0, "hello\n"), done.err
+    assert "the environment variable ODD is no UTF-8 and is not passed on" in done.err
+    check(ground.run(ground.script(SCRIPT), "\udcff"), 2, "is no UTF-8", "rename it")
+
+
+def test_a_folder_that_is_gone_is_said_to_be_gone(ground: Ground) -> None:
+    script, gone = ground.script(SCRIPT), ground.folder / "gone"
+    gone.mkdir()
+    ended = subprocess.run(
+        ["sh", "-c", f"cd {gone}; rmdir {gone}; exec {' '.join(PHOENIX_RUN)} {script}"], capture_output=True,
+        text=True, timeout=20, env=environment(ground.home, ground.environment),
+    )  # fmt: skip
+    check(Done(ended.returncode, ended.stdout, ended.stderr, ground.home), 2, "the folder you are in is gone", "exists")

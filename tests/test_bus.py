@@ -164,3 +164,39 @@ def test_hosts_with_the_same_job_key_derive_the_same_pairs_and_others_do_not() -
     assert derived_key_pair(key, "join") != derived_key_pair("l" * 40, "join")
     with pytest.raises(UsageError, match="too short"):
         derived_key_pair("short", "join")
+
+
+def test_a_client_that_was_refused_is_heard_when_its_key_is_allowed(
+    bus: SupervisorBus, eventually: Callable[..., Received | bool]
+) -> None:
+    keys = new_key_pair()
+    link = client(bus, keys)
+
+    def refused() -> bool:
+        link.say(StatusRequest())
+        bus.drain_monitor()
+        return bus.counters.strangers > 1
+
+    eventually(refused)
+    bus.allow(keys.public, Peer(PeerKind.STATUS))
+
+    def heard() -> Received | None:
+        link.say(StatusRequest())
+        return bus.receive()
+
+    assert eventually(heard)
+    link.close()
+
+
+def test_whoever_waits_for_the_port_to_open_is_allowed_from_the_first_moment(eventually: Eventually) -> None:
+    keys, waiting = new_key_pair(), new_key_pair()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    link = ClientLink("job-1", f"tcp://127.0.0.1:{port}", keys.public, waiting, 0.5)
+    link.say(StatusRequest())
+    bus = SupervisorBus("job-1", keys, "127.0.0.1", port=port, allowed={waiting.public: Peer(PeerKind.STATUS)})
+    assert eventually(bus.receive).peer == Peer(PeerKind.STATUS)
+    assert bus.counters.strangers == 0
+    link.close()
+    bus.close()

@@ -58,7 +58,11 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path: Path) -> N
     common = ("--checkpoint-every", "3", "--text", "text", "--seed", "7")
     whole, _ = train(tmp_path, *common, "--steps", "7", "--checkpoint", "whole.pt", world=2)
     train(tmp_path, *common, "--steps", "4", "--checkpoint", "deep/cut.pt", world=2)
-    rest, shown = train(tmp_path, *common, "--steps", "7", "--checkpoint", "deep/cut.pt", world=2)
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "numpy.py").write_text("raise ModuleNotFoundError('a machine that has torch and no NumPy')")
+    rest, shown = train(
+        tmp_path, *common, "--steps", "7", "--checkpoint", "deep/cut.pt", world=2, PYTHONPATH=str(tmp_path / "without")
+    )
     assert "from step 4 of deep/cut.pt" in shown
     assert rest == whole
     assert sorted(path.name for path in tmp_path.rglob("*.pt*")) == ["cut.pt", "whole.pt"]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from fake_nodes import Enrolment, FakeJob, Weather, node_report, rank_report
 
-from phoenix_launch import membership
+from phoenix_launch import job_events, membership, wishes
+from phoenix_launch.job_events import Action, Event
 from phoenix_launch.job_state import NodeState, Outcome, Phase, Rules, State, how
-from phoenix_launch.membership import Action, Event, Wish
-from phoenix_launch.messages import ExitReport, Generation, PlanPhase, RankReport, StoreReport
+from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation, PlanPhase, RankReport, StoreReport
+from phoenix_launch.wishes import Wish
 
 PAIR = Rules(seats_min=2, seats_max=2, join_timeout=60.0)
 G0, G1, G2, G3 = (Generation(1, n) for n in range(4))
@@ -40,7 +41,7 @@ class Script:
         self.lives[index] = self.lives.get(index, -1) + 1
         more.setdefault("domain", f"rack{index}")
         incarnation = self.incarnation(index)
-        self.tell(membership.Admitted(index=index, name=f"node{index}", slots=slots, incarnation=incarnation, **more))
+        self.tell(job_events.Admitted(index=index, name=f"node{index}", slots=slots, incarnation=incarnation, **more))
 
     def report(self, index: int, **what: Any) -> tuple[Action, ...]:
         """What this node says; unless told otherwise it has done all that it was asked for."""
@@ -48,7 +49,7 @@ class Script:
         generation = self.state.generation
         what.setdefault("quiesced", generation)
         what.setdefault("applied", generation)
-        return self.tell(membership.Reported(index, node_report(self.incarnation(index), self.seq, **what)))
+        return self.tell(job_events.Reported(index, node_report(self.incarnation(index), self.seq, **what)))
 
     def runs(self, index: int, **exits: int) -> tuple[Action, ...]:
         """Its ranks of this generation live, but for those that ended: `rank1=3` means that rank 1 exited with 3."""
@@ -77,13 +78,13 @@ class Script:
             self.now = min(end, self.now + 0.5)
             for index in alive:
                 self.runs(index, **exits)
-            self.tell(membership.Ticked())
+            self.tell(job_events.Ticked())
 
     def lose(self, index: int) -> tuple[Action, ...]:
-        return self.tell(membership.AgentEnded(index, self.incarnation(index), "its agent ended"))
+        return self.tell(job_events.AgentEnded(index, self.incarnation(index), "its agent ended"))
 
     def wish(self, index: int) -> Wish:
-        return membership.wish_for(self.state, index)
+        return wishes.wish_for(self.state, index)
 
     def ranks_of(self, index: int) -> list[int]:
         return [place.rank for place in self.wish(index).places]
@@ -160,7 +161,7 @@ def test_workers_run_once_the_store_is_up() -> None:
     assert script.wish(0).host_store and not script.wish(1).host_store
     script.store_up()
     assert script.phase() is Phase.RUNNING
-    assert script.told(membership.GenerationRuns) == [membership.GenerationRuns(G1)]
+    assert script.told(job_events.GenerationRuns) == [job_events.GenerationRuns(G1)]
     assert script.ranks_of(0) == [0] and script.ranks_of(1) == [1]
 
 
@@ -215,8 +216,8 @@ def test_an_explicit_master_port_holds_for_the_first_generation_only() -> None:
     assert script.wish(0).host_store and script.wish(0).store_port == 0
 
 
-def test_a_store_that_cannot_start_ends_the_job_with_its_reason() -> None:
-    script = Script()
+def test_an_explicit_master_port_that_is_in_use_ends_the_job_with_its_reason() -> None:
+    script = Script(replace(PAIR, master_port=29500))
     for index in (0, 1):
         script.admit(index)
     for index in (0, 1):
@@ -225,6 +226,29 @@ def test_a_store_that_cannot_start_ends_the_job_with_its_reason() -> None:
     assert script.outcome.exit_code == 1
     assert "port 29500 is in use" in script.outcome.text
     assert "--master-port" in script.outcome.hint
+
+
+def test_another_node_hosts_the_store_when_one_cannot() -> None:
+    script = Script()
+    for index in (0, 1, 2):
+        script.admit(index, spare=index == 2)
+    for index in (0, 1, 2):
+        script.report(index)
+    script.report(0, store=StoreReport(G1, "", 0, "no sockets left"))
+    assert script.node_state(0) is NodeState.LOST
+    assert script.state.generation == G2
+    assert script.state.store_node == 2
+
+
+def test_a_node_that_never_starts_its_workers_is_lost() -> None:
+    script = running(Rules(seats_min=2, seats_max=2, start_timeout=10.0), spares=1)
+    seated = {seat.node for seat in script.state.lineup}
+    script.runs(0)
+    for _ in range(21):
+        script.pass_time(0.5, alive=(0, 2))
+        script.report(1, applied=NO_GENERATION)
+    assert script.node_state(1) is NodeState.LOST
+    assert {seat.node for seat in script.state.lineup} == (seated - {1}) | {2}
 
 
 # --- the loss of a node ----------------------------------------------------------------------------------------------
@@ -242,22 +266,22 @@ def test_a_spare_node_takes_the_ranks_of_the_lost_node() -> None:
 def test_ranks_that_moved_are_reported_and_only_those() -> None:
     script = running(spares=1, slots=2)
     script.lose(1)
-    begun = script.told(membership.GenerationBegun)
-    assert begun == [membership.GenerationBegun(G1, ()), membership.GenerationBegun(G2, ((2, 1, 2), (3, 1, 2)))]
+    begun = script.told(job_events.GenerationBegun)
+    assert begun == [job_events.GenerationBegun(G1, ()), job_events.GenerationBegun(G2, ((2, 1, 2), (3, 1, 2)))]
 
 
 def test_the_loss_names_the_node_its_ranks_and_the_reason() -> None:
     script = running(spares=1, slots=2)
     script.lose(1)
-    [fault] = script.told(membership.FaultFound)
+    [fault] = script.told(job_events.FaultFound)
     assert (fault.kind, fault.node, fault.ranks, fault.detail) == ("node", 1, (2, 3), "its agent ended")
 
 
 def test_a_lost_node_is_fenced_and_launched_again() -> None:
     script = running(spares=1)
     actions = script.lose(1)
-    assert membership.Fence(1, "node1.0") in actions
-    assert membership.Relaunch(1) in actions
+    assert job_events.Fence(1, "node1.0") in actions
+    assert job_events.Relaunch(1) in actions
     assert script.wish(1).phase is PlanPhase.LEAVE
 
 
@@ -275,13 +299,13 @@ def test_a_node_that_is_silent_for_the_heartbeat_timeout_is_lost() -> None:
     assert script.node_state(1) is NodeState.READY
     script.pass_time(0.5, alive=(0, 2))
     assert script.node_state(1) is NodeState.LOST
-    assert script.told(membership.FaultFound)[0].detail == "not heard of for 3 s"
+    assert script.told(job_events.FaultFound)[0].detail == "not heard of for 3 s"
 
 
 def test_a_node_that_complains_is_lost_with_its_complaint() -> None:
     script = running(spares=1)
     script.report(1, complaint="the fork server ended 4 times within a minute")
-    assert script.told(membership.FaultFound)[0].detail == "the fork server ended 4 times within a minute"
+    assert script.told(job_events.FaultFound)[0].detail == "the fork server ended 4 times within a minute"
     assert script.state.generation == G2
 
 
@@ -296,6 +320,18 @@ def test_the_generation_does_not_run_before_every_older_worker_has_ended() -> No
     assert script.phase() is Phase.RUNNING
 
 
+def test_the_generation_waits_for_old_workers_on_nodes_without_a_seat_too() -> None:
+    script = running(spares=2)
+    script.lose(1)
+    script.report(0)
+    script.report(2)
+    script.report(3, quiesced=G1, ranks=[rank_report(1, G1)])
+    script.store_up()
+    assert script.phase() is Phase.QUIESCING
+    script.report(3)
+    assert script.phase() is Phase.RUNNING
+
+
 def test_a_node_that_does_not_end_its_old_workers_in_time_is_lost() -> None:
     script = running(spares=2)
     script.lose(1)
@@ -306,7 +342,7 @@ def test_a_node_that_does_not_end_its_old_workers_in_time_is_lost() -> None:
         script.report(3)
         script.report(0, quiesced=G1, ranks=[rank_report(0, G1)], store=StoreReport(G2, "here", 1))
     assert script.node_state(0) is NodeState.LOST
-    assert script.told(membership.FaultFound)[-1].detail == "did not end its old workers in time"
+    assert script.told(job_events.FaultFound)[-1].detail == "did not end its old workers in time"
     assert [seat.node for seat in script.state.lineup] == [3, 2]
 
 
@@ -336,7 +372,7 @@ def test_a_node_is_not_launched_again_after_its_last_failure_and_not_taken_back(
     script.admit(1)
     script.report(1)
     assert script.state.members[1].alive
-    assert membership.Relaunch(1) not in script.lose(1)
+    assert job_events.Relaunch(1) not in script.lose(1)
     script.admit(1)
     assert not script.state.members[1].alive
 
@@ -357,7 +393,7 @@ def test_replacements_keep_the_spread_over_failure_domains() -> None:
 
 def test_a_node_whose_channel_closed_stays_when_it_answers() -> None:
     script = running(spares=1)
-    script.tell(membership.ChannelClosed(1))
+    script.tell(job_events.ChannelClosed(1))
     assert script.node_state(1) is NodeState.SUSPECT
     script.now += 0.5
     script.runs(1)
@@ -368,38 +404,19 @@ def test_a_node_whose_channel_closed_stays_when_it_answers() -> None:
 
 def test_a_node_whose_channel_closed_is_lost_when_it_does_not_answer_the_probe() -> None:
     script = running(spares=1)
-    script.tell(membership.ChannelClosed(1))
+    script.tell(job_events.ChannelClosed(1))
     script.pass_time(1.0, alive=(0, 2))
     assert script.state.generation == G1
     script.pass_time(0.5, alive=(0, 2))
     assert script.state.generation == G2
-    assert script.told(membership.FaultFound)[0].detail == "its connection closed and it does not answer"
+    assert script.told(job_events.FaultFound)[0].detail == "its connection closed and it does not answer"
 
 
 def test_a_suspect_node_keeps_its_seat_while_another_is_replaced() -> None:
     script = running(spares=2)
-    script.tell(membership.ChannelClosed(0))
+    script.tell(job_events.ChannelClosed(0))
     script.lose(1)
     assert [seat.node for seat in script.state.lineup] == [0, 2]
-
-
-def test_a_supervisor_that_was_asleep_blames_nobody() -> None:
-    script = running(spares=1)
-    script.tell(membership.ChannelClosed(0))
-    script.now += 3600.0
-    script.tell(membership.ClockLate(3600.0))
-    assert script.state.generation == G1
-    assert {member.state for member in script.state.members.values()} == {NodeState.READY, NodeState.SUSPECT}
-    script.pass_time(1.5, alive=(1, 2))
-    assert script.node_state(0) is NodeState.LOST
-
-
-def test_a_late_clock_moves_the_join_timeout_too() -> None:
-    script = Script()
-    script.admit(0)
-    script.now += 3600.0
-    script.tell(membership.ClockLate(3600.0))
-    assert script.phase() is Phase.STARTING
 
 
 # --- the end of a worker ---------------------------------------------------------------------------------------------
@@ -551,9 +568,9 @@ def test_the_job_finishes_when_every_agent_said_farewell() -> None:
     script.runs(0, rank0=0)
     script.runs(1, rank1=0)
     script.lose(0)
-    assert not script.told(membership.Finished)
+    assert not script.told(job_events.Finished)
     script.lose(1)
-    assert [action.outcome.exit_code for action in script.told(membership.Finished)] == [0]
+    assert [action.outcome.exit_code for action in script.told(job_events.Finished)] == [0]
 
 
 def test_the_job_finishes_without_an_agent_that_does_not_leave() -> None:
@@ -572,21 +589,21 @@ def test_agents_are_not_given_up_while_output_is_still_being_shown() -> None:
         script.now += 0.5
         for index in (0, 1):
             script.report(index)
-        script.tell(membership.OutputHeld())
+        script.tell(job_events.OutputHeld())
     assert script.phase() is Phase.LEAVING
     assert all(member.alive for member in script.state.members.values())
 
 
 def test_after_the_end_nothing_changes() -> None:
     script = running()
-    script.tell(membership.GaveUp(Outcome(exit_code=1, text="no")))
+    script.tell(job_events.GaveUp(Outcome(exit_code=1, text="no")))
     script.lose(0)
     script.lose(1)
     last = script.state
     assert last.phase is Phase.FINISHED
     script.admit(0)
     script.runs(1)
-    script.tell(membership.StopAsked(15))
+    script.tell(job_events.StopAsked(15))
     script.pass_time(100.0)
     assert script.state is last
 
@@ -616,7 +633,7 @@ def test_without_a_spare_node_the_job_waits_and_its_old_workers_end() -> None:
     script = running()
     script.lose(1)
     assert script.phase() is Phase.WAITING
-    assert script.told(membership.WaitingForNode)[0].text == "no spare node for node1: waiting up to 60 s"
+    assert script.told(job_events.WaitingForNode)[0].text == "no spare node for node1: waiting up to 60 s"
     assert (script.wish(0).phase, script.wish(0).generation) == (PlanPhase.QUIESCE, G2)
 
 
@@ -628,7 +645,7 @@ def test_a_node_that_comes_while_the_job_waits_gets_the_seat() -> None:
     assert script.phase() is Phase.WAITING
     script.report(7)
     assert (script.phase(), script.state.generation) == (Phase.QUIESCING, G2)
-    assert not membership.fulfilled(script.state, 0)  # the store of the generation that waited is still to come
+    assert not wishes.fulfilled(script.state, 0)  # the store of the generation that waited is still to come
     script.quiesced()
     assert script.ranks_of(7) == [1]
     assert script.state.attempt == 1
@@ -651,7 +668,7 @@ def test_waiting_names_the_node_that_had_ended_well_before_too() -> None:
     script.runs(1, rank1=0)
     script.lose(1)
     script.lose(0)
-    assert "node0, node1" in script.told(membership.WaitingForNode)[0].text
+    assert "node0, node1" in script.told(job_events.WaitingForNode)[0].text
 
 
 def test_an_elastic_job_shrinks_instead_of_waiting() -> None:
@@ -678,7 +695,7 @@ def test_an_elastic_job_below_its_minimum_goes_on_as_soon_as_it_is_reached_again
 
 def test_a_stop_request_passes_its_signal_on_and_waits() -> None:
     script = running()
-    script.tell(membership.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGINT))
     wish = script.wish(0)
     assert (wish.phase, wish.signal, wish.grace) == (PlanPhase.STOP, signal.SIGINT, 30.0)
     script.pass_time(29.0, alive=(0, 1))
@@ -688,7 +705,7 @@ def test_a_stop_request_passes_its_signal_on_and_waits() -> None:
 
 def test_a_stopped_job_is_over_when_no_worker_lives() -> None:
     script = running()
-    script.tell(membership.StopAsked(signal.SIGTERM))
+    script.tell(job_events.StopAsked(signal.SIGTERM))
     script.runs(0, rank0=-15)
     assert script.phase() is Phase.STOPPING
     script.runs(1, rank1=0)
@@ -697,19 +714,19 @@ def test_a_stopped_job_is_over_when_no_worker_lives() -> None:
 
 def test_a_stop_does_not_wait_for_ever() -> None:
     script = running()
-    script.tell(membership.StopAsked(signal.SIGTERM))
+    script.tell(job_events.StopAsked(signal.SIGTERM))
     script.pass_time(30.0 + script.state.rules.teardown_timeout + 0.5, alive=(0, 1))
     assert script.phase() is Phase.LEAVING
 
 
 def test_a_second_stop_request_leaves_three_seconds_and_a_third_one_none() -> None:
     script = running()
-    script.tell(membership.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGINT))
     script.pass_time(10.0, alive=(0, 1))
-    script.tell(membership.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGINT))
     assert script.wish(0).grace == 3.0
     script.pass_time(1.0, alive=(0, 1))
-    script.tell(membership.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGINT))
     assert script.wish(0).grace == 0.0
     script.pass_time(script.state.rules.teardown_timeout + 0.5, alive=(0, 1))
     assert script.phase() is Phase.LEAVING
@@ -717,34 +734,34 @@ def test_a_second_stop_request_leaves_three_seconds_and_a_third_one_none() -> No
 
 def test_a_further_stop_request_never_makes_the_wait_longer() -> None:
     script = running()
-    script.tell(membership.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGINT))
     script.pass_time(29.0, alive=(0, 1))
-    script.tell(membership.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGINT))
     assert script.wish(0).grace == 1.0
 
 
 def test_a_further_stop_request_keeps_the_signal_and_exit_code_of_the_first() -> None:
     script = running()
-    script.tell(membership.StopAsked(signal.SIGINT))
-    script.tell(membership.StopAsked(signal.SIGTERM))
+    script.tell(job_events.StopAsked(signal.SIGINT))
+    script.tell(job_events.StopAsked(signal.SIGTERM))
     assert (script.outcome.exit_code, script.wish(0).signal) == (130, signal.SIGINT)
 
 
 def test_a_stop_before_the_start_needs_no_grace() -> None:
     script = Script()
     script.admit(0)
-    script.tell(membership.StopAsked(signal.SIGTERM))
+    script.tell(job_events.StopAsked(signal.SIGTERM))
     assert (script.phase(), script.outcome.exit_code) == (Phase.LEAVING, 143)
 
 
 def test_nothing_is_replaced_or_launched_while_the_job_stops() -> None:
     script = running(replace(PAIR, max_restarts=3), spares=1)
-    script.tell(membership.StopAsked(signal.SIGTERM))
+    script.tell(job_events.StopAsked(signal.SIGTERM))
     script.actions.clear()
     script.lose(1)
     script.runs(0, rank0=1)
     assert script.state.generation == G1 and script.outcome.exit_code == 143
-    assert {type(action) for action in script.actions} == {membership.Fence}
+    assert {type(action) for action in script.actions} == {job_events.Fence}
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -754,26 +771,26 @@ def test_a_report_that_comes_twice_or_late_changes_nothing() -> None:
     script = running(replace(PAIR, max_restarts=3))
     late = node_report("node1.0", 1, ranks=[rank_report(1, G1, ExitReport(1, 0.0))])
     before = script.state
-    script.tell(membership.Reported(1, late))
+    script.tell(job_events.Reported(1, late))
     assert script.state == before
     script.pass_time(0.5, alive=(0, 1))
     twice = node_report("node1.0", 999, quiesced=G1, applied=G1, ranks=[rank_report(1, G1, ExitReport(1, 0.0))])
-    script.tell(membership.Reported(1, twice))
+    script.tell(job_events.Reported(1, twice))
     after = script.state
     assert after.restarts_used == 1
-    script.tell(membership.Reported(1, twice))
+    script.tell(job_events.Reported(1, twice))
     assert script.state == after
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        membership.Reported(9, node_report("node9.0", 1)),
-        membership.Reported(1, node_report("node1.7", 10**6)),
-        membership.AgentEnded(9, "node9.0"),
-        membership.AgentEnded(1, "node1.7"),
-        membership.ChannelClosed(9),
-        membership.Admitted(index=1, name="node1", domain="", slots=1, incarnation="node1.7"),
+        job_events.Reported(9, node_report("node9.0", 1)),
+        job_events.Reported(1, node_report("node1.7", 10**6)),
+        job_events.AgentEnded(9, "node9.0"),
+        job_events.AgentEnded(1, "node1.7"),
+        job_events.ChannelClosed(9),
+        job_events.Admitted(index=1, name="node1", domain="", slots=1, incarnation="node1.7"),
     ],
 )
 def test_what_is_said_by_or_of_a_stranger_changes_nothing(event: Event) -> None:
@@ -787,23 +804,23 @@ def test_a_fenced_node_is_not_heard_any_more() -> None:
     script = running(spares=1)
     script.lose(1)
     before = script.state
-    script.tell(membership.Reported(1, node_report("node1.0", 10**6)))
+    script.tell(job_events.Reported(1, node_report("node1.0", 10**6)))
     assert script.state == before
 
 
 def test_a_wish_counts_as_fulfilled_when_a_report_shows_it() -> None:
     script = running(spares=1)
-    assert all(membership.fulfilled(script.state, index) for index in range(3))
+    assert all(wishes.fulfilled(script.state, index) for index in range(3))
     script.lose(1)
-    assert not membership.fulfilled(script.state, 0)
+    assert not wishes.fulfilled(script.state, 0)
     script.report(0)
-    assert not membership.fulfilled(script.state, 0)  # it hosts the store, which is not up yet
+    assert not wishes.fulfilled(script.state, 0)  # it hosts the store, which is not up yet
     script.report(0, store=StoreReport(G2, "here", 1))
-    assert membership.fulfilled(script.state, 0)
+    assert wishes.fulfilled(script.state, 0)
     script.report(2, applied=G1)
     script.report(0, applied=G1)
     assert script.phase() is Phase.RUNNING
-    assert not membership.fulfilled(script.state, 2)
+    assert not wishes.fulfilled(script.state, 2)
 
 
 # --- with nodes that act ---------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _candidates(draw: st.DrawFn) -> list[Candidate]:
     ]
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, print_blob=True)
+@settings(max_examples=60, derandomize=True, deadline=None, print_blob=True)
 @given(_candidates(), st.integers(1, 6))
 def test_a_first_lineup_gives_each_seat_to_another_node(candidates: list[Candidate], seats: int) -> None:
     lineup = first_lineup(candidates, seats)
@@ -142,7 +142,7 @@ def test_a_first_lineup_gives_each_seat_to_another_node(candidates: list[Candida
     assert all(slots[seat.node] == seat.slots for seat in lineup)
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, print_blob=True)
+@settings(max_examples=60, derandomize=True, deadline=None, print_blob=True)
 @given(_candidates(), _candidates(), st.integers(1, 4))
 def test_a_refilled_lineup_moves_nobody_who_lives(
     before: list[Candidate], alive: list[Candidate], at_least: int

@@ -270,6 +270,11 @@ def test_an_ssh_client_is_not_started_by_a_thread_that_it_would_die_with(tmp_pat
         (1, "ValueError: 3", "its agent ended with exit code 1: ValueError: 3"),
         (1, "", "its agent ended with exit code 1 and said nothing"),
         (-9, "", "its agent was killed by SIGKILL and said nothing"),
+        (
+            1,
+            "cannot reach the supervisor at tcp://10.0.0.1:7: no answer",
+            "cannot reach the supervisor at tcp://10.0.0.1:7: no answer",
+        ),
         (None, "", "no word came from its agent"),
         (None, "hm", "no word came from its agent; its last words: hm"),
         (None, "ssh: connect to host h1 port 22: Connection timed out", "timed out"),

@@ -15,6 +15,7 @@ from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
+    _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words and words[0] in VERBS:
@@ -41,5 +42,15 @@ def _call(verb: str, words: list[str]) -> int:
         code = ended.exit_code
     except click.UsageError as error:
         raise usage_error(error, name, command) from None
-    sys.stdout.flush()
+    if sys.stdout is not None:  # it was closed when we were started (`>&-`)
+        sys.stdout.flush()
     return code if isinstance(code, int) else EXIT_OK
+
+
+def _open_standard_streams() -> None:
+    """Where one is closed, the next file or socket would get its number, and with it what is written there."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one

@@ -22,7 +22,8 @@ CREW = """
 import os, subprocess, threading
 from pathlib import Path
 child = subprocess.Popen(["sleep", "4242"], start_new_session=True)
-print("rank", os.environ["RANK"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "on", os.environ["PHOENIX_NODE"], flush=True)
+rank, attempt, node = (os.environ[name] for name in ("RANK", "TORCHELASTIC_RESTART_COUNT", "PHOENIX_NODE"))
+print(f"rank {rank} attempt {attempt} on {node}", flush=True)
 while not Path(__file__).with_name("go").exists():
     threading.Event().wait(0.02)
 child.kill()
@@ -129,4 +130,3 @@ def parent(pid: int) -> int:
 def lives(pid: int) -> bool:
     text = process_file(pid, "stat")
     return bool(text) and text.rpartition(")")[2].split()[0] not in "ZX"
-

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs_on_hosts import Head
+from jobs_on_hosts import STUB, Head
 from testhosts import Cluster
 
 from tests.jobs_under_test import PHOENIX_RUN, environment
@@ -106,7 +106,7 @@ def pressed(head: Head, wait_for: str, *args: object) -> dict[str, object]:
     argv = [sys.executable, keys, wait_for, "c", *PHOENIX_RUN, *map(str, args)]
     done = head.hosts.run(
         "head", argv, stdout=subprocess.PIPE, text=True, timeout=90, check=True, cwd=head.folder,
-        env=environment(head.home, {"PET_START_METHOD": "spawn", "TERM": "xterm"}),
+        env=environment(head.home, {"PYTHONPATH": str(STUB), "PET_START_METHOD": "spawn", "TERM": "xterm"}),
     )  # fmt: skip
     shown: dict[str, object] = json.loads(done.stdout)
     return shown
@@ -171,12 +171,14 @@ def test_a_joined_host_that_lost_power_is_missed_and_its_seat_is_given_up_when_f
 ) -> None:
     elastic = ("--nnodes", "1:2", "--rdzv-endpoint", "host1:29400", "--nproc-per-node", 2)
     script = head.script()
-    with head.started(*elastic, script, host="host2", env=KEY):
-        with head.started(*elastic, script, host="host1", env=KEY) as first:
-            head.await_workers(first, 4)
-            hosts.kill("host2")
-            head.await_workers(first, 2, generation=2)
-            head.go()
-            done = first.wait()
+    with (
+        head.started(*elastic, script, host="host2", env=KEY),
+        head.started(*elastic, script, host="host1", env=KEY) as first,
+    ):
+        head.await_workers(first, 4)
+        hosts.kill("host2")
+        head.await_workers(first, 2, generation=2)
+        head.go()
+        done = first.wait()
     assert done.code == 0, done.err
     assert "rank 1 attempt 1 on host1" in done.out

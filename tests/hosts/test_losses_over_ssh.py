@@ -97,7 +97,9 @@ def test_when_the_supervisor_dies_every_host_ends_after_the_orphan_timeout(head:
     with head.started(*arguments, "--spares", "host3") as running:
         head.await_workers(running, 2)
         trees = head.tree("host1") | head.tree("host2") | head.tree("host3")
-        (supervisor,) = [pid for pid in head.matching("head", "phoenix_launch") if "train.py" in head.hosts.command_line(pid)]
+        (supervisor,) = [
+            pid for pid in head.matching("head", "phoenix_launch") if "train.py" in head.hosts.command_line(pid)
+        ]
         kill(supervisor)
         assert 1.0 < head.await_end(trees | head.tree("head"), 10) < 6.0
         assert running.wait().code == 128 + 9
