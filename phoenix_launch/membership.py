@@ -94,7 +94,7 @@ class _Transition:
         if known is not None and known.failures > self.state.rules.max_failures_per_host:
             return
         began = self.state.phase is not Phase.STARTING
-        if not self.state.members:  # from here on the others are waited for; a muster that fails ends by itself
+        if not self.state.members:  # from here on the others are waited for
             self.state = replace(self.state, since=self.now)
         member = Member(
             index=event.index, name=event.name, domain=event.domain, slots=event.slots, incarnation=event.incarnation,
@@ -206,7 +206,8 @@ class _Transition:
         rules, candidates = self.state.rules, self._candidates()
         training = [c for c in candidates if not c.spare]
         here = [m for m in self.state.members.values() if m.alive]
-        late = bool(self.state.members) and self.now - self.state.since > rules.join_timeout
+        patience = rules.join_timeout if self.state.members else rules.join_timeout + rules.start_timeout
+        late = self.now - self.state.since > patience
         loading = len(here) > len(candidates)  # that has its own timeout: a node that came in time is waited for
         if len(training) >= rules.seats_max or (late and not loading and len(candidates) >= rules.seats_min):
             lineup = placement.first_lineup(candidates, min(rules.seats_max, len(candidates)))

@@ -39,7 +39,7 @@ def _check_texts(settings: RunSettings) -> None:
     for text in (folder, settings.script, *settings.script_args, *settings.env):
         if not is_text(text):
             raise UsageError(
-                f"{ascii(text)} is no UTF-8: it cannot be passed on to the workers",
+                f"{text!a} is no UTF-8: it cannot be passed on to the workers",
                 hint="rename it, or hand it over in a file",
             )
 

@@ -48,7 +48,7 @@ _ROWS: Final = (
     Timeout("command", 5.0, "the supervisor answers a command such as `status`"),
     Timeout("resend", 1.0, "a plan that was not carried out is sent again"),
     Timeout("exit_output", 5.0, "the last output reaches the terminal after the last worker ended"),
-    Timeout("reader", 600.0, "a job that is over waits for whoever reads its output and stands still (`| less`)"),
+    Timeout("reader", 600.0, "a job that is over waits for a reader of its output who stands still (a pager)"),
 )
 TIMEOUTS: Final[Mapping[str, Timeout]] = {row.name: row for row in _ROWS}
 

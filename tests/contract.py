@@ -71,8 +71,9 @@ class Called:
 
 # Several commands in one interpreter, as loading torch takes longer than all of them: torchrun is a call of `main`.
 TORCHRUNS: Final = """
-import json, os, sys, traceback
+import json, os, sys, tempfile, traceback
 from torch.distributed.run import main
+tempfile.tempdir = os.getcwd()  # its log folders
 for call in json.load(sys.stdin):
     os.environ.clear()
     os.environ.update(call["environment"])

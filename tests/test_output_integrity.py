@@ -50,6 +50,17 @@ def piped(ground: Ground, *args: object) -> Iterator[subprocess.Popen[bytes]]:
                 stream.close()
 
 
+def until_waiting(process: subprocess.Popen[bytes]) -> bytes:
+    """What it says on stderr up to the line that it waits for its reader."""
+    assert process.stderr is not None
+    said = b""
+    while b"is not read: waiting" not in said:
+        line = process.stderr.readline()
+        assert line, f"it has ended:\n{said.decode()}"
+        said += line
+    return said
+
+
 def test_many_lines_of_four_workers_are_all_there_and_in_order(ground: Ground) -> None:
     done = ground.run("--nproc-per-node", 4, ground.script(FLOOD), 5000)
     assert done.code == 0, done.err
@@ -62,11 +73,7 @@ def test_a_reader_who_stands_still_gets_everything_when_he_goes_on(ground: Groun
     lines = 30_000  # fills the queues of the supervisor and of the node
     with piped(ground, ground.script(FLOOD), lines) as process:
         assert process.stdout is not None and process.stderr is not None
-        said = b""
-        while b"is not read: waiting" not in said:  # longer than the job would wait for output that is on its way
-            line = process.stderr.readline()
-            assert line, f"it has ended:\n{said.decode()}"
-            said += line
+        said = until_waiting(process)  # longer than the job would wait for output that is on its way
         assert process.poll() is None
         status = ground.run("status", "--json").out
         assert '"state":"running"' in status and '"state":"ready"' in status
@@ -108,9 +115,7 @@ def test_a_signal_ends_the_waiting_and_what_the_launcher_says_did_not_wait(
     source = FLOOD + "import sys; sys.exit('the worker failed')\n"
     with piped(ground, ground.script(source), 2000) as process:
         assert process.stderr is not None
-        said = b""
-        while b"is not read: waiting" not in said:
-            said += process.stderr.readline()
+        said = until_waiting(process)
         process.send_signal(signal.SIGINT)
         assert process.wait(15) == 1
         said += process.stderr.read()

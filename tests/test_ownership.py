@@ -242,7 +242,7 @@ def test_a_job_outlives_a_series_of_random_kills(tmp_path: Path, eventually: Eve
         with ground.started(*OPTIONS, "--spares", 1, ground.script(FAMILY)) as running:
             eventually(lambda: len(families(ground)) == 2, 30)
             struck = 0
-            while struck < 12:
+            while struck < 10:
                 owner = chance.choice(["agent", "guardian"])
                 kinds = chance.choices(["worker", owner, "fork server", "store host"], k=chance.choice([1, 1, 2]))
                 for kind in kinds:
