@@ -87,7 +87,9 @@ class Running:
 
 def environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This one without what the machine's user may have set for phoenix-run or torchrun, and with a home of its own."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("PHOENIX_", "PET_", "TORCHELASTIC"))}
+    ours = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PHOENIX_", "PET_", "TORCHELASTIC"))
+    }
     return {**ours, "PHOENIX_HOME": str(home), **(extra or {})}
 
 

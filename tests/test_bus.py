@@ -147,7 +147,7 @@ def test_a_port_in_use_is_named(bus: SupervisorBus) -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(StartError, match="192.0.2.1"):
+    with pytest.raises(StartError, match=r"192\.0\.2\.1"):
         SupervisorBus("job-2", new_key_pair(), "192.0.2.1")
 
 

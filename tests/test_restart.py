@@ -13,9 +13,10 @@ RENDEZVOUS = """
 import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
-print("rank", os.environ["RANK"], "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "node", os.environ["PHOENIX_NODE"], flush=True)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("rank", os.environ["RANK"], "attempt", attempt, "node", os.environ["PHOENIX_NODE"], flush=True)
 dist.barrier()
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if attempt == "0":
     dist.recv(__import__("torch").zeros(1), src=(dist.get_rank() + 1) % dist.get_world_size())  # for ever
 dist.barrier()
 dist.destroy_process_group()
