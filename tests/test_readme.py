@@ -35,3 +35,9 @@ def test_every_variable_of_ours_that_the_code_reads_or_sets_is_in_the_readme() -
     sources = [*ROOT.glob("phoenix_*/**/*.py"), *ROOT.glob("examples/*.py")]
     names = {name for path in sources for name in re.findall(r"\bPHOENIX_[A-Z_]*[A-Z]\b", path.read_text())}
     assert not {name for name in names - {"PHOENIX_NAME"} if name not in README}
+
+
+def test_every_room_is_named_in_the_design() -> None:
+    named = set(re.findall(r"\w+", (ROOT / "DESIGN.md").read_text()))
+    rooms = {path.stem for package in ("phoenix_launch", "phoenix_runtime") for path in (ROOT / package).glob("*.py")}
+    assert not {room for room in rooms if not room.startswith("__")} - named
