@@ -12,7 +12,8 @@ from phoenix_launch.clock import OwnClock
 from phoenix_launch.endings import Endings
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.fresh_process import Started, start
-from phoenix_launch.messages import Command, ForkServerReady, ForkServerSettings, Park
+from phoenix_launch.local_messages import ForkServerReady, ForkServerSettings, Park
+from phoenix_launch.messages import Command
 from phoenix_launch.node_process import NodeProcess
 from phoenix_launch.output import OutputPump, SpareLabel
 from phoenix_launch.owned_processes import OwnedProcesses

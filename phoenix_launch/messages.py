@@ -1,7 +1,7 @@
 """Every message of the project: what supervisor, agents, fork servers and commands say to each other.
 
 All are frozen msgspec structs over msgpack, tagged by their class name, with unknown fields refused. On the bus each
-travels in an `Envelope` that names protocol, job and generation; node-local ones go over a Unix socket (`channel.py`).
+travels in an `Envelope` that names protocol, job and generation. Those within a node are in `local_messages.py`.
 """
 
 from __future__ import annotations
@@ -415,71 +415,17 @@ class OutputEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: FromOutput
 
 
-# --- node-local: agent <-> fork server <-> parked processes (channel.py) ---------------------------------------------
-
-
-class ForkServerSettings(Message, frozen=True):
-    """First message to a fork server. Its process environment is already the workers'."""
-
-    command: Command
-    agent_pid: int
-
-
-class ForkServerReady(Message, frozen=True):
-    """Torch and the script's imports are loaded. `fork_unsafe`: why no fork is possible here (then workers are spawned)."""
-
-    seconds: float
-    loaded: tuple[str, ...]
-    remarks: tuple[str, ...] = ()
-    fork_unsafe: str = ""
-
-
-class Park(Message, frozen=True):
-    """Fork a process that waits. Descriptors that come along: its control socket, its stdout, its stderr."""
-
-    slot: int
-
-
-class Parked(Message, frozen=True):
-    """From the new process on its control socket: re-parented to the agent, death signal set, waiting."""
-
-    pid: int
-
-
-class Become(Message, frozen=True):
-    """To a parked process: run the script as this worker."""
-
-    environment: dict[str, str]
-    args: tuple[str, ...]  # after ${local_rank} was put in
-
-
-class BecomeStore(Message, frozen=True):
-    """To a parked process: host the TCPStore of a generation on this address; answered by StoreUp."""
-
-    address: str
-    port: int
-    port_low: int = 0
-    port_high: int = 0
-
-
-class StoreUp(Message, frozen=True):
-    port: int
-    error: str = ""
-
-
-NodeLocal = ForkServerSettings | ForkServerReady | Park | Parked | Become | BecomeStore | StoreUp
-
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _outputs = msgspec.msgpack.Decoder(OutputEnvelope)
-_locals = msgspec.msgpack.Decoder(NodeLocal)
 
 
 def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def _checked(data: bytes) -> bytes:
+def checked(data: bytes) -> bytes:
+    """The data, if it is not larger than anything we send. Raises ProtocolError."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes (at most {MAX_MESSAGE_BYTES} are taken)")
     return data
@@ -488,7 +434,7 @@ def _checked(data: bytes) -> bytes:
 def decode_envelope(data: bytes, job: str) -> Envelope:
     """Raises ProtocolError for anything that is not a well-formed message of this protocol and job."""
     try:
-        envelope = _envelopes.decode(_checked(data))
+        envelope = _envelopes.decode(checked(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from None
     if envelope.protocol != PROTOCOL:
@@ -501,16 +447,9 @@ def decode_envelope(data: bytes, job: str) -> Envelope:
 def decode_output(data: bytes, job: str) -> FromOutput:
     """Raises ProtocolError as `decode_envelope` does."""
     try:
-        envelope = _outputs.decode(_checked(data))
+        envelope = _outputs.decode(checked(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed output message: {error}") from None
     if (envelope.protocol, envelope.job) != (PROTOCOL, job):
         raise ProtocolError(f"output of protocol {envelope.protocol}, job {envelope.job!r}")
     return envelope.body
-
-
-def decode_local(data: bytes) -> NodeLocal:
-    try:
-        return _locals.decode(_checked(data))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed message on a local socket: {error}") from None

@@ -17,16 +17,8 @@ from phoenix_launch.endings import Endings
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.fork_link import LOCAL_SECONDS, ForkServer
 from phoenix_launch.fresh_process import Started, start
-from phoenix_launch.messages import (
-    AgentBootstrap,
-    Become,
-    BecomeStore,
-    ForkServerReady,
-    Parked,
-    RankReport,
-    StoreReport,
-    StoreUp,
-)
+from phoenix_launch.local_messages import Become, BecomeStore, ForkServerReady, Parked, StoreUp
+from phoenix_launch.messages import AgentBootstrap, RankReport, StoreReport
 from phoenix_launch.node_actions import (
     Action,
     EndTree,

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 from phoenix_launch import channel
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.messages import BecomeStore, StoreUp
+from phoenix_launch.local_messages import BecomeStore, StoreUp
 
 _SELF_CONNECT: Final = timedelta(seconds=10)  # the server's own client, to a port that listens already
 _BACKLOG: Final = 4096  # every rank of a job connects at the same moment

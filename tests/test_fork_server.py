@@ -18,18 +18,17 @@ import psutil
 import pytest
 
 from phoenix_launch import channel
-from phoenix_launch.messages import (
+from phoenix_launch.local_messages import (
     Become,
     BecomeStore,
-    Command,
     ForkServerReady,
     ForkServerSettings,
     NodeLocal,
     Park,
     Parked,
-    RunMode,
     StoreUp,
 )
+from phoenix_launch.messages import Command, RunMode
 from phoenix_launch.progress import ProgressPage
 
 Eventually = Callable[..., object]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from phoenix_launch import channel
-from phoenix_launch.messages import BecomeStore, StoreUp
+from phoenix_launch.local_messages import BecomeStore, StoreUp
 from phoenix_runtime import store_host
 
 LOCAL = "127.0.0.1"

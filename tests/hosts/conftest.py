@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,12 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
+def hidden() -> list[str]:
+    """What hosts need of ours that stands where each has a folder of its own (a clone in /tmp): it is shared with them."""
+    ours = {str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix}
+    return sorted(path for path in ours if path.startswith(("/tmp/", "/run/", "/dev/shm/")))
+
+
 @pytest.fixture(scope="session")
 def cluster(shared_folder: Path) -> Iterator[Cluster]:
     """head and host1..host4. Skipped where it cannot be had, unless PHOENIX_REQUIRE_HOSTS=1 asks for a failure."""
@@ -33,7 +40,7 @@ def cluster(shared_folder: Path) -> Iterator[Cluster]:
         pytest.skip(reason)
     tether, held = os.pipe()  # `held` lives in this process only: the kernel sees it close, however pytest dies
     try:
-        made = Cluster(f"pytest{os.getpid()}").up(4, tether=tether, share=[str(shared_folder)])
+        made = Cluster(f"pytest{os.getpid()}").up(4, tether=tether, share=[*hidden(), str(shared_folder)])
         os.close(tether)
         yield made
         made.down()
