@@ -124,9 +124,18 @@ class _Transition:
         for rank in report.ranks:
             if rank.exit is None or rank.generation != current or rank.rank not in here:
                 continue
-            if rank.rank not in self.state.ended:
-                ended = Ended(rank=rank.rank, node=index, at=self.now - max(0.0, rank.exit.age), report=rank.exit)
-                self.state = replace(self.state, ended={**self.state.ended, rank.rank: ended})
+            known = self.state.ended.get(rank.rank)
+            if known is None:
+                known = Ended(rank=rank.rank, node=index, at=self.now - max(0.0, rank.exit.age), report=rank.exit)
+            elif (known.report.tail, known.report.error) == (rank.exit.tail, rank.exit.error):
+                continue
+            self._ended(replace(known, report=rank.exit))  # its last words may have been read after its end was seen
+
+    def _ended(self, ended: Ended) -> None:
+        outcome = self.state.outcome
+        if outcome is not None and outcome.cause is not None and outcome.cause.rank == ended.rank:
+            outcome = replace(outcome, cause=ended)
+        self.state = replace(self.state, ended={**self.state.ended, ended.rank: ended}, outcome=outcome)
 
     def _store_told(self, address: str, port: int, error: str) -> None:
         if not error:

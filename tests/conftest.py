@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,13 @@ def _clean_environment() -> Iterator[None]:
             if name.startswith(("PET_", "PHOENIX_", "TORCHELASTIC_", "TORCH_ELASTIC_")):
                 patch.delenv(name)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_are_heard() -> None:
+    """A shell starts what it puts into the background with SIGINT ignored, and that is inherited by all our processes."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -216,6 +216,16 @@ def test_an_explicit_master_port_holds_for_the_first_generation_only() -> None:
     assert script.wish(0).host_store and script.wish(0).store_port == 0
 
 
+def test_last_words_that_are_read_after_the_end_was_seen_are_taken_too() -> None:
+    script = running(Rules(seats_min=1, seats_max=1))
+    script.report(0, ranks=[rank_report(0, G1, ExitReport(1, 0.0))])
+    assert script.outcome.cause is not None and script.outcome.cause.report.tail == ""
+    seen_at = script.outcome.cause.at
+    script.now += 0.5
+    script.report(0, ranks=[rank_report(0, G1, ExitReport(1, 0.5, tail="the reason"))])
+    assert (script.outcome.cause.report.tail, script.outcome.cause.at) == ("the reason", seen_at)
+
+
 def test_an_explicit_master_port_that_is_in_use_ends_the_job_with_its_reason() -> None:
     script = Script(replace(PAIR, master_port=29500))
     for index in (0, 1):
