@@ -489,6 +489,7 @@ AGENT = """
 import os, socket, subprocess, sys
 from phoenix_launch import channel
 from phoenix_launch.messages import *
+from phoenix_launch.local_messages import *
 import ctypes
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 ours, theirs = socket.socketpair()
