@@ -114,7 +114,7 @@ class BusCounters:
     def strangers(self) -> int:
         """Connections that went without having shown a key we know: wrong keys, and clients of no protocol at all.
 
-        libzmq tells of both only by the handshake that never succeeded. One that is under way is not counted.
+        libzmq tells of both only by the handshake that never succeeded: one that is under way counts for a moment.
         """
         unproven = self.connections[zmq.Event.ACCEPTED] - self.connections[zmq.Event.HANDSHAKE_SUCCEEDED]
         return max(0, min(unproven, self.connections[zmq.Event.DISCONNECTED]))

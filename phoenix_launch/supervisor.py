@@ -88,6 +88,7 @@ class Supervisor:
     _holding: bool = False  # nobody is told to leave yet: output is still shown
     _joiners: set[bytes] = field(default_factory=set)
     _drills_from: float = 0.0
+    _harm_since: float = 0.0  # 0: there is none
     _said_harm: bool = False
     _outcome: Outcome | None = None
 
@@ -105,9 +106,7 @@ class Supervisor:
             self.bus.drain_monitor()
             while (received := self.bus.receive()) is not None:
                 self._hear(received)
-            if not self._said_harm and (harm := self.bus.counters.harm):
-                self._said_harm = True
-                self.console.say(f"phoenix-run: on the control bus {harm} (said once, `status --json` counts)")
+            self._watch_for_harm()
             for descriptor in [d for d in handles if d in ready]:
                 if self._channel(handles[descriptor]):
                     poller.unregister(descriptor)
@@ -118,6 +117,14 @@ class Supervisor:
                     poller.register(recruit.handle.fileno(), zmq.POLLIN)
         self._say_goodbye()
         return self._outcome
+
+    def _watch_for_harm(self) -> None:
+        """Said when it lasts: an honest client in the middle of its handshake looks like a stranger for a moment."""
+        harm, now = self.bus.counters.harm, self.clock.now
+        self._harm_since = (self._harm_since or now) if harm else 0.0
+        if harm and not self._said_harm and now - self._harm_since >= timeout("probe"):
+            self._said_harm = True
+            self.console.say(f"phoenix-run: on the control bus {harm} (said once, `status --json` counts)")
 
     # --- what comes in -----------------------------------------------------------------------------------------------
 

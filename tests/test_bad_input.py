@@ -198,6 +198,16 @@ def test_strangers_on_the_bus_are_dropped_counted_and_said_once(ground: Ground, 
     ground.check_nothing_is_left(eventually, done.job)
 
 
+def test_the_users_own_commands_raise_no_alarm(ground: Ground, eventually: Eventually) -> None:
+    with ground.started(ground.script(PATIENT)) as running:
+        eventually(lambda: running.events("worker_started"), 20)
+        for _ in range(6):
+            assert json.loads(ground.run("status", "--json").out)["strangers"] == 0
+        (ground.folder / "finish").touch()
+        done = running.wait()
+    assert "control bus" not in done.err
+
+
 def _knock(endpoint: str, server: str, keys: tuple[bytes | str, bytes | str], eventually: Eventually) -> None:
     """A client of the bus that says something which is no message."""
     with zmq.Context() as context, closing(context.socket(zmq.DEALER)) as client:
