@@ -266,6 +266,8 @@ class Agent:
         """As the supervisor wishes: first everything ends, then what was written is handed on, then the last word."""
         stuck = self._workers.end_everything()
         self._pump.close(self._bootstrap.timeouts.drain_output)
+        self._workers.read_last_words()
+        self._report()  # what a worker wrote right before its end may have been read only now
         if stuck:
             self._remarks.append(f"these processes do not die: {described(stuck)}")
         self._say_remarks()

@@ -363,6 +363,11 @@ class Workers:
             self._pump.forget(process.key)
             process.close(self._loop)
 
+    def read_last_words(self) -> None:
+        for member in self._state.workers():
+            process = self._owned[member.key]
+            process.tail = self._pump.tail(process.key) or process.tail
+
     def rank_reports(self) -> tuple[RankReport, ...]:
         now = self._clock.now
         return tuple(rank_report(member, self._owned[member.key], now) for member in self._state.workers())
