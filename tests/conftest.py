@@ -59,9 +59,12 @@ def _clean_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals_are_heard() -> None:
-    """A shell starts what it puts into the background with SIGINT ignored, and that is inherited by all our processes."""
+    """Shells ignore signals for what they put into the background, nohup does: inherited by all processes of the tests."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
