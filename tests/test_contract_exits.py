@@ -79,9 +79,10 @@ def test_the_worker_to_blame_is_named_and_its_own_words_come_last(
 
 def test_every_restart_is_counted_and_no_more_are_made_than_allowed(calls: dict[str, Called]) -> None:
     done = calls["exhausted"].done
-    assert sorted(done.out.splitlines()) == [
-        f"attempt {attempt} rank {rank}" for attempt in range(3) for rank in (0, 1)
-    ]
+    failing = [
+        line for line in done.out.splitlines() if line.endswith("rank 1")
+    ]  # rank 0 may be ended before it speaks
+    assert failing == [f"attempt {attempt} rank 1" for attempt in range(3)]
     assert len(done.events("fault")) == 3
     assert len(done.events("swap")) == 2
     assert json.loads((done.job / "status.json").read_text())["restarts"] == 2
