@@ -103,12 +103,10 @@ class BusCounters:
 
     @property
     def harm(self) -> str:
-        """In words, for the user; empty when nothing came that should not have."""
+        """What came and should not have, in words for the user; empty when nothing did. `strangers` are not part of it."""
         if self.malformed:
             return f"a message was dropped: {self.first_malformed or 'one that its sender may not send'}"
-        if self.unauthorised:
-            return "a message under a key that is not (or no longer) allowed was dropped"
-        return "a connection came and went without showing a key that it knows" if self.strangers else ""
+        return "a message under a key that is not (or no longer) allowed was dropped" if self.unauthorised else ""
 
     @property
     def strangers(self) -> int:

@@ -88,7 +88,7 @@ class Supervisor:
     _holding: bool = False  # nobody is told to leave yet: output is still shown
     _joiners: set[bytes] = field(default_factory=set)
     _drills_from: float = 0.0
-    _harm_since: float = 0.0  # 0: there is none
+    _strangers_since: float = 0.0  # 0: there is none
     _said_harm: bool = False
     _outcome: Outcome | None = None
 
@@ -119,10 +119,13 @@ class Supervisor:
         return self._outcome
 
     def _watch_for_harm(self) -> None:
-        """Said when it lasts: an honest client in the middle of its handshake looks like a stranger for a moment."""
-        harm, now = self.bus.counters.harm, self.clock.now
-        self._harm_since = (self._harm_since or now) if harm else 0.0
-        if harm and not self._said_harm and now - self._harm_since >= timeout("probe"):
+        """Strangers are said when they last: an honest client in the middle of its handshake looks like one for a moment."""
+        counters, now = self.bus.counters, self.clock.now
+        self._strangers_since = (self._strangers_since or now) if counters.strangers else 0.0
+        harm = counters.harm
+        if not harm and self._strangers_since and now - self._strangers_since >= timeout("probe"):
+            harm = "a connection came and went without showing a key that it knows"
+        if harm and not self._said_harm:
             self._said_harm = True
             self.console.say(f"phoenix-run: on the control bus {harm} (said once, `status --json` counts)")
 
