@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from phoenix_launch import job_events, membership, wishes
-from phoenix_launch.job_events import Action, Event
-from phoenix_launch.job_state import Member, Outcome, Phase, Rules, State
+from phoenix_launch.job import events as job_events
+from phoenix_launch.job import membership, wishes
+from phoenix_launch.job.events import Action, Event
+from phoenix_launch.job.state import Member, Outcome, Phase, Rules, State
+from phoenix_launch.job.wishes import Wish
 from phoenix_launch.messages import (
     NO_GENERATION,
     ExitReport,
@@ -22,7 +24,6 @@ from phoenix_launch.messages import (
     RankReport,
     StoreReport,
 )
-from phoenix_launch.wishes import Wish
 
 TICK: Final = 0.25
 HEARTBEAT: Final = 0.5

@@ -77,7 +77,7 @@ class Node:
         self.probes: list[ProbeReport] = []
         self.farewell = False
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "phoenix_launch.guardian"],
+            [sys.executable, "-m", "phoenix_launch.node.guardian"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -73,12 +73,12 @@ class Ground:
 
     def agents(self) -> list[psutil.Process]:
         """A guardian's child that was forked and not executed: its command line is the guardian's."""
-        guardians = {process.pid for process in self.named("phoenix_launch.guardian")}
-        return [process for process in self.named("phoenix_launch.guardian") if _parent(process) in guardians]
+        guardians = {process.pid for process in self.named("phoenix_launch.node.guardian")}
+        return [process for process in self.named("phoenix_launch.node.guardian") if _parent(process) in guardians]
 
     def guardians(self) -> list[psutil.Process]:
         inner = {process.pid for process in self.agents()}
-        return [process for process in self.named("phoenix_launch.guardian") if process.pid not in inner]
+        return [process for process in self.named("phoenix_launch.node.guardian") if process.pid not in inner]
 
     def fork_servers(self) -> list[psutil.Process]:
         """Of each agent's children that have the fork server's command line the oldest: the others were forked."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from phoenix_launch.arrival import arrived
 from phoenix_launch.messages import OutputSettings
+from phoenix_launch.node.arrival import arrived
 from tests.bootstraps import bootstrap
 
 SESSION = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.7 22", "HOME": "/home/there", "LANG": "C"}

@@ -25,11 +25,11 @@ from phoenix_launch.cli import main
 from phoenix_launch.cli.command import VERBS, load
 from phoenix_launch.cli.completion import FILES, script
 from phoenix_launch.cli.inject_fault import KINDS
-from phoenix_launch.jobs import ClientKeys, JobFolder, JobNode, JobRecord, jobs_root, settings_document
-from phoenix_launch.log_reader import Follower, parse_name
 from phoenix_launch.messages import Answer, Body, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
-from phoenix_launch.options import OPTIONS
+from phoenix_launch.options.table import OPTIONS
 from phoenix_launch.processes import start_time
+from phoenix_launch.records.folders import ClientKeys, JobFolder, JobNode, JobRecord, jobs_root, settings_document
+from phoenix_launch.records.log_reader import Follower, parse_name
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState, JobStatus, RankStatus, encode_status
 from phoenix_launch.timeouts import TIMEOUTS
@@ -50,14 +50,14 @@ def train(tmp_path: Path) -> Path:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunSettings]:
     """What was launched instead of real jobs, which end with exit code 7."""
     settings: list[RunSettings] = []
-    fake = ModuleType("phoenix_launch.launch")
+    fake = ModuleType("phoenix_launch.supervision.launch")
 
     def launch(asked: RunSettings, environ: object) -> int:
         settings.append(asked)
         return 7
 
     fake.launch = launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "phoenix_launch.launch", fake)
+    monkeypatch.setitem(sys.modules, "phoenix_launch.supervision.launch", fake)
     return settings
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phoenix_launch.cgroup import ControlGroup
+from phoenix_launch.node.cgroup import ControlGroup
 from tests.contract import NO_TORCH, Call, Called, call_all, free_port, witness_script
 from tests.jobs_under_test import Done, run, script
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from phoenix_launch.environment import JobIdentity, job_wide_environment, worker_environment
-from phoenix_launch.job_state import Endpoint
+from phoenix_launch.job.environment import JobIdentity, job_wide_environment, worker_environment
+from phoenix_launch.job.placement import Seat, places
+from phoenix_launch.job.state import Endpoint
 from phoenix_launch.messages import Generation
-from phoenix_launch.placement import Seat, places
 
 IDENTITY = JobIdentity(job="gpt-1", run_id="run", role="trainer", max_restarts=3, signals=("SIGTERM", "SIGINT"))
 

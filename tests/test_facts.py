@@ -12,12 +12,13 @@ from bootstraps import bootstrap
 from fake_supervisor import G1, command, order
 from msgspec.structs import replace
 
-from phoenix_launch import cgroup, facts
-from phoenix_launch.cgroup import OomWatch
+from phoenix_launch.hosts import facts
 from phoenix_launch.messages import OutputSettings, PeerProbe, RunMode
-from phoenix_launch.poll_loop import PollLoop
-from phoenix_launch.probes import Dialer, ProbeListener
-from phoenix_launch.worker_setup import NodePlace, command_line, error_file, node_environment, own_device
+from phoenix_launch.node import cgroup
+from phoenix_launch.node.cgroup import OomWatch
+from phoenix_launch.node.poll_loop import PollLoop
+from phoenix_launch.node.probes import Dialer, ProbeListener
+from phoenix_launch.node.worker_setup import NodePlace, command_line, error_file, node_environment, own_device
 
 GROUPS_V1 = "9:name=systemd:/\n4:memory:/docker/abc\n2:cpuacct,cpu:/docker/abc\n0::/\n"
 MOUNTS_V1 = (

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from fake_supervisor import FakeSupervisor, Node, Witness, command, order
 
-from phoenix_launch import guardian
-from phoenix_launch.guardian import reap_seconds
 from phoenix_launch.messages import Drill, DrillKind, Generation, NodePlan, PlanPhase
+from phoenix_launch.node import diagnostics
+from phoenix_launch.node.guardian import reap_seconds
+from phoenix_launch.node.runtime_folder import SOCKET_PATH_BYTES, make_runtime_folder
 from phoenix_launch.processes import living_descendants
-from phoenix_launch.runtime_folder import SOCKET_PATH_BYTES, make_runtime_folder
 
 # A worker with a child, one in a session of its own, and an orphan that has left both and its environment behind.
 FAMILY = """
@@ -124,7 +124,7 @@ def test_they_are_in_a_session_without_a_terminal(node: Node) -> None:
 )
 def test_a_bootstrap_that_is_cut_short_is_one_clear_line(line: bytes, said: str, tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(Path(__file__).parent.parent), "XDG_RUNTIME_DIR": str(tmp_path)}
-    argv = [sys.executable, "-m", "phoenix_launch.guardian"]
+    argv = [sys.executable, "-m", "phoenix_launch.node.guardian"]
     done = subprocess.run(argv, input=line, capture_output=True, env=environ, timeout=30)
     assert done.returncode == 1
     assert said in done.stderr.decode()
@@ -170,7 +170,7 @@ def test_a_line_to_a_full_pipe_is_dropped_at_once() -> None:
         os.write(write, b"x" * 4096)
         os.dup2(write, 2)
         started = time.monotonic()
-        guardian.say("nobody reads this")
+        diagnostics.say("nobody reads this")
         assert time.monotonic() - started < 1
     finally:
         os.dup2(before, 2)

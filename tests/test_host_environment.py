@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phoenix_launch.errors import UsageError
-from phoenix_launch.host_environment import job_environment
+from phoenix_launch.hosts.environment import job_environment
 
 HERE = {
     "PATH": "/opt/env/bin:/usr/bin",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phoenix_launch.errors import UsageError
-from phoenix_launch.host_lists import MAX_NODES, parse_hosts
-from phoenix_launch.hosts import NodeSpec, read_hostfile, resolve
+from phoenix_launch.hosts.lists import MAX_NODES, parse_hosts
+from phoenix_launch.hosts.specs import NodeSpec, read_hostfile, resolve
 
 HOSTFILE = """
 # the training hosts

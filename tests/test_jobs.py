@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from phoenix_launch.errors import PhoenixError, UsageError
-from phoenix_launch.jobs import (
+from phoenix_launch.processes import start_time
+from phoenix_launch.records.folders import (
     ClientKeys,
     JobFolder,
     JobNode,
@@ -28,10 +29,9 @@ from phoenix_launch.jobs import (
     settings_document,
     wait_for_end,
 )
-from phoenix_launch.processes import start_time
+from phoenix_launch.records.view import rank_ranges, status_text
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState, JobStatus, NodeStatus, RankStatus, decode_status, encode_status
-from phoenix_launch.view import rank_ranges, status_text
 
 Make = Callable[..., JobFolder]
 

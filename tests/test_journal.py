@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from phoenix_launch.journal import Fault, JobFinished, Journal, RankMove, Swap, WorkerStarted, read_events
 from phoenix_launch.messages import Generation
+from phoenix_launch.records.journal import Fault, JobFinished, Journal, RankMove, Swap, WorkerStarted, read_events
 
 SECOND = Generation(1, 2)
 MOVE = {"rank": 1, "from_node": "node0", "to_node": "node2", "source": "script"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from phoenix_launch.job_state import Ended, Outcome
-from phoenix_launch.last_words import TAIL_LINES, summary, write_error_file
+from phoenix_launch.job.last_words import TAIL_LINES, summary, write_error_file
+from phoenix_launch.job.state import Ended, Outcome
 from phoenix_launch.messages import ExitReport
 
 LOGS = Path("/logs")

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from fake_nodes import Enrolment, FakeJob, Weather, node_report, rank_report
 
-from phoenix_launch import job_events, membership, wishes
-from phoenix_launch.job_events import Action, Event
-from phoenix_launch.job_state import NodeState, Outcome, Phase, Rules, State, how
+from phoenix_launch.job import events as job_events
+from phoenix_launch.job import membership, wishes
+from phoenix_launch.job.events import Action, Event
+from phoenix_launch.job.state import NodeState, Outcome, Phase, Rules, State, how
+from phoenix_launch.job.wishes import Wish
 from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation, PlanPhase, RankReport, StoreReport
-from phoenix_launch.wishes import Wish
 
 PAIR = Rules(seats_min=2, seats_max=2, join_timeout=60.0)
 G0, G1, G2, G3 = (Generation(1, n) for n in range(4))

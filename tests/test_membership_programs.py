@@ -24,9 +24,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from phoenix_launch import job_events, membership, wishes
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
-from phoenix_launch.job_state import TRANSITIONS, Outcome, Phase, Rules, State
+from phoenix_launch.job import events as job_events
+from phoenix_launch.job import membership, wishes
+from phoenix_launch.job.state import TRANSITIONS, Outcome, Phase, Rules, State
 from phoenix_launch.messages import PlanPhase
 
 SETTLED_SECONDS = 8.0  # after the last fault: every death is noticed, every late message has come

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from phoenix_launch import remote
 from phoenix_launch.bus import SupervisorBus
 from phoenix_launch.errors import StartError
-from phoenix_launch.hosts import NodeSpec
-from phoenix_launch.muster import AT_ONCE, DELAYS, Muster, Recruit
+from phoenix_launch.hosts import remote
+from phoenix_launch.hosts.specs import NodeSpec
+from phoenix_launch.supervision.muster import AT_ONCE, DELAYS, Muster, Recruit
 from phoenix_launch.timeouts import timeout
 from tests.bootstraps import bootstrap
 from tests.test_preflight import OWN, fact

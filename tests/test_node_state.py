@@ -18,7 +18,7 @@ from phoenix_launch.messages import (
     StartMethod,
     StoreReport,
 )
-from phoenix_launch.node_actions import (
+from phoenix_launch.node.actions import (
     Action,
     EndTree,
     HostStore,
@@ -30,7 +30,7 @@ from phoenix_launch.node_actions import (
     StartStoreHost,
     Sweep,
 )
-from phoenix_launch.node_state import FAILURE_WINDOW, NodeState
+from phoenix_launch.node.state import FAILURE_WINDOW, NodeState
 
 A = TypeVar("A", bound=Action)
 FORK = command("script.py", start_method=StartMethod.FORK)

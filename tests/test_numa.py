@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from phoenix_launch.fresh_process import start
 from phoenix_launch.messages import Command, RunMode
-from phoenix_launch.numa import Gpu, Machine, NumaError, bind
-from phoenix_launch.worker_setup import WorkerSetupError, near_cpus
+from phoenix_launch.node.fresh_process import start
+from phoenix_launch.node.numa import Gpu, Machine, NumaError, bind
+from phoenix_launch.node.worker_setup import WorkerSetupError, near_cpus
 from tests.contract import NO_TORCH
 from tests.jobs_under_test import run
 

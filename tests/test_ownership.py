@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phoenix_launch.runtime_folder import make_runtime_folder
+from phoenix_launch.node.runtime_folder import make_runtime_folder
 from tests.jobs_under_test import Done, Running
 from tests.quick_jobs import Ground, fresh_ground, kill
 from tests.quick_jobs import ground as ground
@@ -180,7 +180,7 @@ def test_agent_and_guardian_killed_at_once_leave_workers_that_die_and_a_folder_t
 def test_folders_of_the_living_and_of_strangers_are_not_swept(tmp_path: Path) -> None:
     place = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", "import os; from phoenix_launch.runtime_folder import make_runtime_folder as make; "
+        [sys.executable, "-c", "import os; from phoenix_launch.node.runtime_folder import make_runtime_folder as make; "
          "print(make(os.environ), flush=True); input()"], env={"XDG_RUNTIME_DIR": str(tmp_path)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as other:  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phoenix_launch.placement import Candidate, RankPlace, Seat, first_lineup, places, refilled
+from phoenix_launch.job.placement import Candidate, RankPlace, Seat, first_lineup, places, refilled
 
 
 def node(index: int, slots: int = 1, domain: str = "", **more: object) -> Candidate:

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from phoenix_launch.hosts.preflight import MIN_DISK, MIN_MEMORY, Expected, Problem, failure_line, problems, table
+from phoenix_launch.hosts.ssh_failures import Reason
 from phoenix_launch.messages import HostFacts, PeerProbe
-from phoenix_launch.preflight import MIN_DISK, MIN_MEMORY, Expected, Problem, failure_line, problems, table
-from phoenix_launch.ssh_failures import Reason
 
 GOOD = HostFacts(
     hostname="h1",

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from fake_supervisor import Witness
 
-from phoenix_launch import endings, processes
+from phoenix_launch import processes
 from phoenix_launch.clock import OwnClock
-from phoenix_launch.endings import Endings
+from phoenix_launch.node import endings
+from phoenix_launch.node.endings import Endings
+from phoenix_launch.node.trees import Claim, living, owners
 from phoenix_launch.processes import ProcessStat, Table
-from phoenix_launch.trees import Claim, living, owners
 
 FORK_AND_SAY = """
 import os, subprocess, sys
@@ -97,7 +98,8 @@ def test_descendants_are_found_at_any_depth_and_nobody_else() -> None:
 
 KILLER = """
 import sys
-from phoenix_launch import endings, processes
+from phoenix_launch import processes
+from phoenix_launch.node import endings
 import subprocess, time
 processes.become_subreaper()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from phoenix_launch.bus import KeyPair
-from phoenix_launch.hosts import NodeSpec
+from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.messages import AgentBootstrap, JoinRequest
-from phoenix_launch.muster import Muster
-from phoenix_launch.reception import Reception
+from phoenix_launch.supervision.muster import Muster
+from phoenix_launch.supervision.reception import Reception
 from tests.bootstraps import bootstrap
 
 

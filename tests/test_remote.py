@@ -17,8 +17,8 @@ import pytest
 from bootstraps import bootstrap
 
 from phoenix_launch.errors import StartError, UsageError
-from phoenix_launch.remote import NodeHandle, reason, ssh_command, start_local, start_ssh
-from phoenix_launch.ssh_failures import explain
+from phoenix_launch.hosts.remote import NodeHandle, reason, ssh_command, start_local, start_ssh
+from phoenix_launch.hosts.ssh_failures import explain
 
 Eventually = Callable[..., object]
 
@@ -84,7 +84,7 @@ def test_a_guardian_gets_its_bootstrap_whole_and_its_stdin_stays_open(
     line = msgspec.json.encode(sent) + b"\n"
     assert (length, digest) == (len(line), hashlib.sha256(line).hexdigest())
     assert still_open
-    assert argv == ["-P", "-m", "phoenix_launch.guardian"]
+    assert argv == ["-P", "-m", "phoenix_launch.node.guardian"]
 
 
 def test_a_guardian_that_never_reads_keeps_nobody_waiting(
@@ -179,7 +179,7 @@ def test_nothing_of_a_bootstrap_is_on_the_ssh_clients_command_line(
     sent = bootstrap(environment={"TOKEN": "hidden value"}, index=3)
     started.append(start_ssh(sent, "h1", client, "/my env/python", str(tmp_path), 10))
     argv = json.loads(first_line(started[0], eventually))[0]
-    assert argv[-2:] == ["h1", "exec '/my env/python' -P -m phoenix_launch.guardian"]
+    assert argv[-2:] == ["h1", "exec '/my env/python' -P -m phoenix_launch.node.guardian"]
     assert "hidden" not in " ".join(argv)
     assert "secret" not in " ".join(argv)
 
@@ -191,7 +191,7 @@ def test_an_ssh_client_dies_with_the_one_who_started_it(
     source = (
         "import sys, signal; sys.path.insert(0, sys.argv[3])\n"
         "from bootstraps import bootstrap\n"
-        "from phoenix_launch.remote import start_ssh\n"
+        "from phoenix_launch.hosts.remote import start_ssh\n"
         "handle = start_ssh(bootstrap(), 'h1', sys.argv[1], 'python', sys.argv[2], 10)\n"
         "print(handle.pid, flush=True)\n"
         "signal.pause()\n"
@@ -253,7 +253,7 @@ def test_an_ssh_client_is_not_started_by_a_thread_that_it_would_die_with(tmp_pat
         (2, "Unknown option: -P", "/x/python is older than Python 3.11"),
         (
             1,
-            "/x/python: Error while finding module specification for 'phoenix_launch.guardian' "
+            "/x/python: Error while finding module specification for 'phoenix_launch.node.guardian' "
             "(ModuleNotFoundError: No module named 'phoenix_launch')",
             "phoenix-run is not installed in /x/python",
         ),

@@ -12,8 +12,8 @@ import pytest
 
 from phoenix_launch.cli import main
 from phoenix_launch.errors import UsageError
-from phoenix_launch.options import BY_FIELD, OPTIONS, Option, Origin, default
-from phoenix_launch.resolution import Source, resolve, settings_from
+from phoenix_launch.options.resolution import Source, resolve, settings_from
+from phoenix_launch.options.table import BY_FIELD, OPTIONS, Option, Origin, default
 from phoenix_launch.settings import ORDERS, TIMEOUTS, RunSettings, check_timeouts, parse_endpoint, timeout
 
 Start = Callable[..., RunSettings]
@@ -25,14 +25,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     launched: list[RunSettings] = []
-    fake = ModuleType("phoenix_launch.launch")
+    fake = ModuleType("phoenix_launch.supervision.launch")
 
     def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
         launched.append(settings)
         return 0
 
     fake.launch = launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "phoenix_launch.launch", fake)
+    monkeypatch.setitem(sys.modules, "phoenix_launch.supervision.launch", fake)
 
     def started(*words: str, after: Sequence[str] = (), target: str = "", **environ: str) -> RunSettings:
         for name, value in environ.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from phoenix_launch.errors import PhoenixError
-from phoenix_launch.jobs import JobFolder, KeyKind, is_running
+from phoenix_launch.records.folders import JobFolder, KeyKind, is_running
 from phoenix_launch.status import JobState, JobStatus, decode_status
 from phoenix_launch.timeouts import timeout
 

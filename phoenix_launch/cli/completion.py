@@ -9,7 +9,7 @@ import click
 from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, Command, load
 from phoenix_launch.cli.inject_fault import KINDS
 from phoenix_launch.errors import EXIT_OK, UsageError
-from phoenix_launch.options import BY_FIELD
+from phoenix_launch.options.table import BY_FIELD
 
 FILES: Final = {"bash": "phoenix-run.bash", "zsh": "_phoenix-run", "fish": "phoenix-run.fish"}
 _JOBS: Final = '"${PHOENIX_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/phoenix}/jobs"'

@@ -9,10 +9,10 @@ import click
 from phoenix_launch.cli.command import Command
 from phoenix_launch.cli.run_options import described, given, parameters
 from phoenix_launch.errors import EXIT_OK
-from phoenix_launch.options import OPTIONS, Option
-from phoenix_launch.resolution import Resolved, Source, resolve, settings_from
+from phoenix_launch.options.resolution import Resolved, Source, resolve, settings_from
+from phoenix_launch.options.table import OPTIONS, Option
+from phoenix_launch.records.view import table
 from phoenix_launch.settings import ORDERS, TIMEOUTS, RunSettings
-from phoenix_launch.view import table
 
 Rows = list[list[str]]
 

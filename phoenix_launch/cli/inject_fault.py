@@ -10,7 +10,7 @@ import click
 from phoenix_launch.cli.asking import ask
 from phoenix_launch.cli.command import Command, nearest
 from phoenix_launch.errors import EXIT_OK, UsageError
-from phoenix_launch.jobs import choose, jobs_root
+from phoenix_launch.records.folders import choose, jobs_root
 
 if TYPE_CHECKING:
     from phoenix_launch.messages import DrillKind

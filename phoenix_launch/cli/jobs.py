@@ -7,9 +7,9 @@ import os
 from phoenix_launch.cli.asking import last_status
 from phoenix_launch.cli.command import Command
 from phoenix_launch.errors import EXIT_OK
-from phoenix_launch.jobs import JobFolder, JobRecord, all_jobs, jobs_root
+from phoenix_launch.records.folders import JobFolder, JobRecord, all_jobs, jobs_root
+from phoenix_launch.records.view import JobLine, jobs_text
 from phoenix_launch.status import JobState
-from phoenix_launch.view import JobLine, jobs_text
 
 
 def jobs() -> int:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-from phoenix_launch.jobs import JobNode
-from phoenix_launch.log_reader import Follower, LogName, parse_name, read_once
+from phoenix_launch.records.folders import JobNode
+from phoenix_launch.records.log_reader import Follower, LogName, parse_name, read_once
 from phoenix_launch.timeouts import timeout
 
 Lines = Iterator[tuple[LogName, bytes]]
 _READ_BYTES: Final = 1 << 16
-_READER: Final = ("-P", "-m", "phoenix_launch.log_reader")
+_READER: Final = ("-P", "-m", "phoenix_launch.records.log_reader")
 
 
 class Source(Protocol):
@@ -62,7 +62,7 @@ class RemoteLogs:
 
     def __init__(self, node: JobNode, rank: str, ssh: str, *, follow: bool) -> None:
         self.node = node
-        from phoenix_launch.remote import ssh_command  # needed for other hosts only
+        from phoenix_launch.hosts.remote import ssh_command  # needed for other hosts only
 
         reader = [*_READER, node.log_folder, rank, "follow" if follow else "once"]
         remote = f"exec {shlex.join([node.python, *reader])}"

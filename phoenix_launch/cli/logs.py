@@ -14,8 +14,8 @@ import click
 
 from phoenix_launch.cli.command import Command, job_argument
 from phoenix_launch.errors import EXIT_OK, PhoenixError, UsageError
-from phoenix_launch.jobs import JobNode, JobRecord, choose, jobs_root, wait_for_end
-from phoenix_launch.log_reader import POLL_SECONDS, STDERR, LogName
+from phoenix_launch.records.folders import JobNode, JobRecord, choose, jobs_root, wait_for_end
+from phoenix_launch.records.log_reader import POLL_SECONDS, STDERR, LogName
 from phoenix_launch.timeouts import timeout
 
 if TYPE_CHECKING:

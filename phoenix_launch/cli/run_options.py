@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import click
 
-from phoenix_launch.options import OPTIONS, Group, Option, default
-from phoenix_launch.resolution import Given
+from phoenix_launch.options.resolution import Given
+from phoenix_launch.options.table import OPTIONS, Group, Option, default
 
 
 def parameters(*, hidden: bool = False) -> list[click.Parameter]:

@@ -11,9 +11,9 @@ import click
 from phoenix_launch.cli.asking import current_status
 from phoenix_launch.cli.command import Command, job_argument
 from phoenix_launch.errors import EXIT_OK
-from phoenix_launch.jobs import choose, jobs_root, wait_for_end
+from phoenix_launch.records.folders import choose, jobs_root, wait_for_end
+from phoenix_launch.records.view import status_text
 from phoenix_launch.status import JobState, JobStatus, encode_status
-from phoenix_launch.view import status_text
 
 WATCH_SECONDS: Final = 1.0
 _CLEAR: Final = "\x1b[H\x1b[J"

@@ -8,7 +8,7 @@ import time
 from phoenix_launch.cli.asking import ask, last_status
 from phoenix_launch.cli.command import Command, job_argument
 from phoenix_launch.errors import EXIT_OK, PhoenixError
-from phoenix_launch.jobs import JobFolder, JobRecord, choose, jobs_root, wait_for_end
+from phoenix_launch.records.folders import JobFolder, JobRecord, choose, jobs_root, wait_for_end
 from phoenix_launch.status import JobState
 from phoenix_launch.timeouts import timeout
 

@@ -16,7 +16,7 @@ TRAIN = [str(EXAMPLE), "--steps", "100000", "--log-every", "1"]
 def own_processes(launcher: int) -> list[psutil.Process]:
     """The launcher and those below it that are neither fork server nor worker."""
     root = psutil.Process(launcher)
-    return [root, *(p for p in root.children(recursive=True) if "phoenix_launch.guardian" in p.cmdline())]
+    return [root, *(p for p in root.children(recursive=True) if "phoenix_launch.node.guardian" in p.cmdline())]
 
 
 def watch(command: Sequence[str]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from measure import EXAMPLE, PHOENIX, RUN_SECONDS, TORCHRUN, alternate, job, rounds_option
 
-from phoenix_launch.journal import WorkerStarted, read_events
+from phoenix_launch.records.journal import WorkerStarted, read_events
 
 WORLD = 4
 VICTIM = 1  # a rank; not 0, which writes the checkpoints

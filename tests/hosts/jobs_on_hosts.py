@@ -108,7 +108,7 @@ class Head:
         return self._of_node(host)[1]
 
     def _of_node(self, host: str) -> tuple[int, int]:
-        found = self.matching(host, "phoenix_launch.guardian")
+        found = self.matching(host, "phoenix_launch.node.guardian")
         (agent,) = [pid for pid in found if parent(pid) in found]
         return parent(agent), agent
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bootstraps import bootstrap
 
-from phoenix_launch.remote import NodeHandle, reason, start_ssh
+from phoenix_launch.hosts.remote import NodeHandle, reason, start_ssh
 
 
 def wait(handles: list[NodeHandle], seconds: float) -> dict[str, float]:

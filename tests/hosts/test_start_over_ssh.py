@@ -32,7 +32,7 @@ sys.stdin.buffer.read()
 
 WATCH = """
 import sys
-from phoenix_launch.remote import start_watch
+from phoenix_launch.hosts.remote import start_watch
 handle = start_watch("host1", 0, "host1", int(sys.stdin.readline()), "ssh", "/run", 10)
 print(handle._process.wait(20), flush=True)
 handle.close()
@@ -75,7 +75,7 @@ def test_a_bootstrap_arrives_to_the_letter_whatever_is_in_it(
     given = msgspec.json.decode((stand_in.parent / "line").read_bytes(), type=AgentBootstrap)
     assert given.environment == environment
     assert given.command.args == ("--name", "a b")
-    assert (stand_in.parent / "argv").read_text() == "['-P', '-m', 'phoenix_launch.guardian']"
+    assert (stand_in.parent / "argv").read_text() == "['-P', '-m', 'phoenix_launch.node.guardian']"
     assert report["sockets"] == ["0"]
 
 

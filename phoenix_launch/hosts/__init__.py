@@ -1,0 +1,1 @@
+"""Which hosts take part, how they are reached, and whether they are fit."""

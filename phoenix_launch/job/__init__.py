@@ -1,0 +1,1 @@
+"""What a job decides: pure functions and state machines, no I/O, no clock."""

@@ -1,0 +1,125 @@
+"""What can happen to a job (events), and what follows for those who act (actions). Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phoenix_launch.job.state import Ended, Outcome
+from phoenix_launch.messages import Generation, NodeReport
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A node passed its preflight (for the first time, or again after it was lost: then it is a spare node)."""
+
+    index: int
+    name: str
+    domain: str
+    slots: int
+    incarnation: str
+    spare: bool = False
+    group_rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    index: int
+    report: NodeReport
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelClosed:
+    """The ssh session ended and says nothing about the node: one probe decides."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnded:
+    """The node's guardian is known to have ended, and with it everything there; or the agent said farewell."""
+
+    index: int
+    incarnation: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """Something outside this machine decides the end (preflight of a start that cannot work ...)."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHeld:
+    """The job is over, but nobody was told to leave yet: what workers wrote is still being shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    pass
+
+
+Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | OutputHeld | Ticked
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultFound:
+    """For the journal and the screen. kind: "worker", "node"."""
+
+    kind: str
+    node: int
+    ranks: tuple[int, ...]
+    detail: str
+    cause: Ended | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBegun:
+    """moved: ranks that are on another node than before, (rank, from node, to node)."""
+
+    generation: Generation
+    moved: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRuns:
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForNode:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Nothing of this incarnation may go on: it is told to leave whenever it is heard of."""
+
+    index: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relaunch:
+    """Try to start the node's agent again; if it comes it is a spare node."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    outcome: Outcome
+
+
+Action = FaultFound | GenerationBegun | GenerationRuns | WaitingForNode | Fence | Relaunch | Finished

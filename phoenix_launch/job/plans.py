@@ -1,0 +1,41 @@
+"""A wish of the state machine as the message that its node gets. Pure."""
+
+from __future__ import annotations
+
+from phoenix_launch.job.environment import JobIdentity, worker_environment
+from phoenix_launch.job.state import State
+from phoenix_launch.job.wishes import Wish
+from phoenix_launch.messages import NodePlan, PlanPhase, RankOrder
+
+
+def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
+    """The plan for one node; its workers' environments only when they are to run."""
+    orders: tuple[RankOrder, ...] = ()
+    if wish.phase is PlanPhase.RUN and state.store is not None:
+        world_size = len(state.places)
+        orders = tuple(
+            RankOrder(
+                place.rank,
+                place.local_rank,
+                worker_environment(
+                    identity,
+                    place,
+                    generation=wish.generation,
+                    attempt=state.attempt,
+                    store=state.store,
+                    world_size=world_size,
+                    nodes=len(state.lineup),
+                ),
+            )
+            for place in wish.places
+        )
+    return NodePlan(
+        wish.generation,
+        wish.phase,
+        orders,
+        host_store=wish.host_store,
+        store_port=wish.store_port,
+        signal=wish.signal,
+        grace=wish.grace,
+        attempt=state.attempt,
+    )

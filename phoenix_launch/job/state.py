@@ -1,0 +1,163 @@
+"""The state of a job as membership sees it: rules, nodes, line-up, phase, and how ranks ended. Pure data."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phoenix_launch.job import placement
+from phoenix_launch.job.placement import RankPlace, Seat
+from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation
+
+SIGTERM = 15
+
+
+class NodeState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    LOST = "lost"
+    DRAINED = "drained"
+
+
+class Phase(enum.Enum):
+    STARTING = "starting"  # waiting for nodes to be ready
+    QUIESCING = "quiescing"  # a new generation: old workers end, its store comes up
+    RUNNING = "running"
+    WAITING = "parked"  # a seat is empty and nothing can take it yet
+    STOPPING = "stopping"  # workers were told to end, nothing is restarted
+    LEAVING = "leaving"  # agents were told to go
+    FINISHED = "finished"
+
+
+# What may follow what; tests hold every transition against it. A next generation may begin while one quiesces.
+TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.STARTING: frozenset({Phase.QUIESCING, Phase.LEAVING}),
+    Phase.QUIESCING: frozenset({Phase.RUNNING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
+    Phase.RUNNING: frozenset({Phase.QUIESCING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
+    Phase.WAITING: frozenset({Phase.QUIESCING, Phase.STOPPING, Phase.LEAVING}),
+    Phase.STOPPING: frozenset({Phase.LEAVING}),
+    Phase.LEAVING: frozenset({Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the user asked for. Times in seconds."""
+
+    seats_min: int
+    seats_max: int
+    max_restarts: int = 0
+    max_failures_per_host: int = 3
+    heartbeat_timeout: float = 3.0
+    probe_timeout: float = 1.0
+    join_timeout: float = 600.0
+    spare_timeout: float = 60.0
+    start_timeout: float = 120.0  # what an agent may need to start its workers: a fork server that came up again
+    shutdown_timeout: float = 30.0
+    teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
+    master_port: int = 0  # the first generation's store has to be here, 0: anywhere
+    worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
+
+    @property
+    def elastic(self) -> bool:
+        return self.seats_min < self.seats_max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One node, in its newest incarnation."""
+
+    index: int
+    name: str
+    domain: str
+    slots: int
+    incarnation: str
+    spare: bool = False
+    group_rank: int = -1
+    state: NodeState = NodeState.STARTING
+    heard: float = 0.0  # its silence counts from here
+    reported: float = 0.0  # when its last report came
+    seq: int = -1
+    parked: int = 0
+    quiesced: Generation = NO_GENERATION
+    applied: Generation = NO_GENERATION
+    live: int = 0  # workers that have not ended, by its last report
+    suspect_since: float = 0.0
+    failures: int = 0
+    left: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.state in (NodeState.READY, NodeState.SUSPECT, NodeState.STARTING) and not self.left
+
+    @property
+    def usable(self) -> bool:
+        return self.state is NodeState.READY and not self.left
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a rank ended. `at`: by the supervisor's clock."""
+
+    rank: int
+    node: int
+    at: float
+    report: ExitReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Why the job ends. `cause`: the worker to blame, whose last words come last on the screen."""
+
+    exit_code: int
+    text: str
+    hint: str = ""
+    cause: Ended | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    rules: Rules
+    generation: Generation
+    phase: Phase = Phase.STARTING
+    since: float = 0.0  # when the phase began
+    members: Mapping[int, Member] = field(default_factory=dict)
+    lineup: tuple[Seat, ...] = ()
+    store: Endpoint | None = None
+    store_node: int = -1
+    ended: Mapping[int, Ended] = field(default_factory=dict)  # by rank, of the current generation
+    restarts_used: int = 0
+    charged: Ended | None = None  # the worker's end that was counted last
+    first: int = 1  # n of the first generation
+    signal: int = SIGTERM
+    grace: float = 0.0
+    outcome: Outcome | None = None
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        return placement.places(self.lineup)
+
+    @property
+    def attempt(self) -> int:
+        """TORCHELASTIC_RESTART_COUNT: how many generations there were before this one."""
+        return max(0, self.generation.n - self.first)
+
+
+def how(code: int) -> str:
+    """What became of a process, in words: "exited with code 3", "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,1 @@
+"""A node's side: guardian and agent, its processes and what they write."""

@@ -1,0 +1,110 @@
+"""The operating system's side of one process of a node: descriptors, output, what it left behind when it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from phoenix_launch.messages import Generation
+from phoenix_launch.node.poll_loop import PollLoop
+from phoenix_launch.node.trees import Claim
+from phoenix_launch.progress import ProgressPage
+
+ERROR_FILE_BYTES: Final = 64 << 10
+
+
+def read_error_file(path: Path | None) -> str:
+    """What @record left there: JSON of at most 64 KiB, else nothing."""
+    if path is None:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(ERROR_FILE_BYTES + 1)
+        if len(data) > ERROR_FILE_BYTES:
+            return ""
+        json.loads(data)
+        return data.decode()
+    except (OSError, ValueError, RecursionError):
+        return ""
+
+
+@dataclass(slots=True)
+class NodeProcess:
+    """Everything of a process that must be closed again. `key` is its name in the node's state and at the pump."""
+
+    key: int
+    pid: int = 0
+    pidfd: int = -1
+    control: socket.socket | None = None
+    popen: subprocess.Popen[bytes] | None = None
+    output: tuple[int, ...] = ()  # read ends that the pump has not taken over yet
+    deadline: float | None = None  # until when it must have said that it is ready
+    page: ProgressPage | None = None
+    page_fd: int = -1
+    marker: bytes = b""
+    error_file: Path | None = None
+    error: str = ""
+    tail: str = ""
+    oom_killed: bool = False
+    drain_until: float | None = None  # set when it has ended and its output is still read
+    drained: bool = False
+    code: int | None = None  # of its exit, once collected
+    verdict: int | None = None  # reported instead of the code: it was ended because it could not be set up
+    hosting: Generation | None = None  # as a store
+
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.key, self.pid, self.marker)
+
+    def watch_exit(self, loop: PollLoop, callback: Callable[[], None]) -> None:
+        """Raises ProcessLookupError when it is gone and collected already."""
+        self.pidfd = os.pidfd_open(self.pid)
+        loop.watch(self.pidfd, callback)
+
+    def make_page(self) -> str:
+        """A fresh progress page; returns the path by which the worker maps it."""
+        self.page_fd, self.page = ProgressPage.create()
+        path = f"/proc/{os.getpid()}/fd/{self.page_fd}"
+        self.marker = f"PHOENIX_PROGRESS={path}".encode()
+        return path
+
+    def step(self) -> int:
+        return self.page.read().step if self.page is not None else -1
+
+    def hang_up(self, loop: PollLoop) -> None:
+        """A parked process or a store host that hears this ends itself."""
+        if self.control is not None:
+            loop.forget(self.control.fileno())
+            self.control.close()
+            self.control = None
+
+    def ended(self, loop: PollLoop, code: int) -> None:
+        """Its exit code has been collected: the pid may belong to anybody from now on."""
+        self.code = code
+        if self.pidfd >= 0:
+            loop.forget(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+        if self.popen is not None:
+            self.popen.returncode = code  # collected here, so that nobody waits for it again
+        self.hang_up(loop)
+
+    def close(self, loop: PollLoop) -> None:
+        self.hang_up(loop)
+        if self.pidfd >= 0:
+            loop.forget(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+        for descriptor in self.output:
+            os.close(descriptor)
+        self.output = ()
+        if self.page is not None:
+            self.page.close()
+            os.close(self.page_fd)
+            self.page = None

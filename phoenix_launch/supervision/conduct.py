@@ -1,0 +1,209 @@
+"""Runs an opened job to its end: bus, supervisor, records; then the last words and the cleaning up."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from phoenix_launch import __version__
+from phoenix_launch.bus import Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.errors import StartError
+from phoenix_launch.hosts import preflight
+from phoenix_launch.hosts.facts import package_version, script_digest
+from phoenix_launch.job import membership
+from phoenix_launch.job.drills import parse_plan
+from phoenix_launch.job.environment import JobIdentity
+from phoenix_launch.job.last_words import write_error_file
+from phoenix_launch.job.state import Rules
+from phoenix_launch.node.arrival import EVERYWHERE
+from phoenix_launch.node.runtime_folder import make_runtime_folder
+from phoenix_launch.processes import start_time
+from phoenix_launch.records.folders import (
+    ClientKeys,
+    JobNode,
+    JobRecord,
+    settings_document,
+)
+from phoenix_launch.settings import RunSettings, timeout
+from phoenix_launch.supervision.chronicle import Chronicle
+from phoenix_launch.supervision.console import Console
+from phoenix_launch.supervision.muster import Muster
+from phoenix_launch.supervision.opening import TERM, Job, bootstrap, command_of
+from phoenix_launch.supervision.preparation import Preparation
+from phoenix_launch.supervision.reception import Reception
+from phoenix_launch.supervision.signals import SignalPipe
+from phoenix_launch.supervision.supervisor import Supervisor, allow_commands
+
+LOOPBACK = "127.0.0.1"
+
+
+def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
+    """Open the bus, run the supervisor, clean up. `started` is called when all nodes were found fit."""
+    try:
+        runtime = _runtime_folder(job.environ)
+        try:
+            expected = {job.joining.keys.public: Peer(PeerKind.JOINER)} if job.joining else {}
+            bus = SupervisorBus(
+                job.name, job.keys, job.address, port=job.port, ports=job.settings.port_range, allowed=expected
+            )
+            try:
+                return _run_on(job, bus, runtime, started)
+            finally:
+                bus.close(timeout("probe") if job.joining else 0.0)  # hosts that joined are still to hear of the end
+        finally:
+            shutil.rmtree(runtime, ignore_errors=True)
+    finally:
+        job.folder.remove_unstarted()
+
+
+def _run_on(job: Job, bus: SupervisorBus, runtime: Path, started: Callable[[], None] | None) -> int:
+    settings = job.settings
+    console = Console(bus.output, bus.decode_output, labels=_wants_labels(settings, len(job.specs)))
+    chronicle = Chronicle.open(job.folder, console, [spec.host for spec in job.specs], settings)
+    chronicle.counters = bus.counters
+    supervisor = _supervisor(job, bus, console, chronicle, runtime)
+    if started is not None:
+        supervisor.on_start = started
+    console.start()
+    try:
+        _write_record(job, bus)
+        chronicle.started(job.specs, settings, job.logs)
+        for remark in settings.remarks:
+            console.say(f"phoenix-run: {remark}")
+        with SignalPipe(settings.signals_to_handle) as signals:
+            if settings.detach:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            try:
+                supervisor.muster.begin(job.specs, supervisor.clock.now)
+                outcome = supervisor.run(signals)
+            finally:
+                supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
+        chronicle.finished(supervisor.state, outcome, job.logs)
+        write_error_file(job.environ.get("TORCHELASTIC_ERROR_FILE", ""), outcome)
+        return outcome.exit_code
+    except StartError as error:
+        chronicle.refused(supervisor.state, error)
+        raise
+    finally:
+        console.finish(timeout("exit_output"))
+
+
+def _runtime_folder(environ: Mapping[str, str]) -> Path:
+    try:
+        return make_runtime_folder(environ)
+    except OSError as error:
+        raise StartError(
+            f"there is no place for sockets: {error}", hint="set TMPDIR to a folder that can be written"
+        ) from None
+
+
+def _supervisor(
+    job: Job,
+    bus: SupervisorBus,
+    console: Console,
+    chronicle: Chronicle,
+    runtime: Path,
+) -> Supervisor:
+    settings = job.settings
+    seats = job.joining.seats if job.joining else None
+    status, control = new_key_pair(), new_key_pair()
+    allow_commands(bus, status.public, control.public)
+    job.folder.write_client_keys("status", ClientKeys(status.public, status.secret))
+    job.folder.write_client_keys("control", ClientKeys(control.public, control.secret))
+    training = sum(not spec.spare for spec in job.specs)
+    rules = Rules(
+        seats_min=seats[0] if seats else training,
+        seats_max=seats[1] if seats else training,
+        max_restarts=settings.max_restarts,
+        max_failures_per_host=settings.max_failures_per_host,
+        heartbeat_timeout=settings.heartbeat_timeout,
+        probe_timeout=timeout("probe"),
+        join_timeout=settings.join_timeout,
+        spare_timeout=settings.spare_timeout,
+        start_timeout=timeout("fork_server") + timeout("park"),
+        shutdown_timeout=settings.shutdown_timeout,
+        teardown_timeout=timeout("reap") + timeout("drain_output"),
+        worker_exit_code=settings.exit_code == "worker",
+        master_port=settings.master_port or 0 if not settings.standalone and not seats else 0,
+    )
+    muster = Muster(
+        bus=bus,
+        expected=_expected(job),
+        nproc=settings.nproc_per_node,
+        python=sys.executable,
+        ssh=settings.ssh,
+        control_folder=str(runtime),
+        bootstrap=lambda spec, incarnation, keys: bootstrap(job, bus, spec, incarnation, keys),
+    )
+    wide = Preparation(job, muster)
+    reception = Reception(
+        muster,
+        muster.bootstrap,
+        list(job.specs),
+        patience=settings.heartbeat_timeout + timeout("resend"),
+        is_gone=muster.is_gone,
+    )
+    return Supervisor(
+        bus=bus,
+        console=console,
+        chronicle=chronicle,
+        muster=muster,
+        identity=JobIdentity(
+            job=job.name,
+            run_id=job.run_id,
+            role=settings.role,
+            max_restarts=settings.max_restarts,
+            signals=settings.signals_to_handle,
+        ),
+        state=membership.start(rules, TERM, time.monotonic()),
+        prepare=lambda recruit: wide.prepare(recruit, console.say),
+        join=reception.answer if job.joining else None,
+        drills=[parse_plan(text) for text in settings.drills],
+        drills_allowed=settings.allow_drills or bool(settings.drills),
+    )
+
+
+def _expected(job: Job) -> preflight.Expected:
+    return preflight.Expected(
+        phoenix=__version__,
+        python=platform.python_version(),
+        torch=package_version("torch"),
+        script_digest=script_digest(command_of(job.settings, sys.executable), os.getcwd())[0],
+        interface=job.settings.interface,
+    )
+
+
+def _wants_labels(settings: RunSettings, nodes: int) -> bool:
+    """`node:rank|` before lines: on a terminal with several workers, or when asked for."""
+    if settings.prefix != "auto":
+        return settings.prefix == "always"
+    several = nodes > 1 or settings.nproc_per_node != "1"
+    return several and sys.stdout.isatty()
+
+
+def _write_record(job: Job, bus: SupervisorBus) -> None:
+    endpoint = bus.control_endpoint.replace(EVERYWHERE, LOOPBACK)
+    job.folder.write_record(
+        JobRecord(
+            job=job.name,
+            created=time.time(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            start_time=start_time(os.getpid()) or 0,
+            control_endpoint=endpoint,
+            server_key=bus.keys.public,
+            argv=tuple(sys.argv),
+            cwd=os.getcwd(),
+            settings=settings_document(job.settings),
+            nodes=tuple(
+                JobNode(s.name, s.index, s.host, s.python or sys.executable, str(job.logs_of(s))) for s in job.specs
+            ),
+        )
+    )

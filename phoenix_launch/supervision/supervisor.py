@@ -1,0 +1,337 @@
+"""The supervisor's loop: it carries what peers, processes, signals and the clock say into the state machine, and its
+decisions out again. It decides nothing itself.
+
+Threads: this loop; the console (`console.py`); the bus's authenticator (`bus.py`).
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from phoenix_launch.bus import Peer, PeerKind, Received, SupervisorBus
+from phoenix_launch.clock import OwnClock
+from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError
+from phoenix_launch.job import drills, membership, wishes
+from phoenix_launch.job import events as job_events
+from phoenix_launch.job.drills import DrillPlan
+from phoenix_launch.job.environment import JobIdentity
+from phoenix_launch.job.events import Action, Event
+from phoenix_launch.job.last_output import LastOutput
+from phoenix_launch.job.plans import node_plan
+from phoenix_launch.job.state import NodeState, Outcome, Phase, State
+from phoenix_launch.job.wishes import Wish
+from phoenix_launch.messages import (
+    JOINING,
+    Answer,
+    Body,
+    Drill,
+    DrillKind,
+    Farewell,
+    FaultRequest,
+    Hello,
+    JobEnded,
+    JoinReply,
+    JoinRequest,
+    Leaving,
+    NodePlan,
+    NodeReport,
+    PlanPhase,
+    Prepare,
+    ProbeReport,
+    Remark,
+    ReportAck,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
+from phoenix_launch.settings import timeout
+from phoenix_launch.status import encode_status
+from phoenix_launch.supervision.chronicle import Chronicle
+from phoenix_launch.supervision.console import Console
+from phoenix_launch.supervision.muster import Muster, Recruit
+from phoenix_launch.supervision.signals import SignalPipe
+
+TICK = 0.25  # seconds between looks at the deadlines when nothing happens
+
+
+@dataclass(slots=True)
+class _Sent:
+    wish: Wish
+    at: float
+
+
+@dataclass
+class Supervisor:
+    """One job from its muster to its outcome. `run` returns when nothing of the job lives any more."""
+
+    bus: SupervisorBus
+    console: Console
+    chronicle: Chronicle
+    muster: Muster
+    identity: JobIdentity
+    state: State
+    prepare: Callable[[Recruit], Prepare]  # what a node that was found fit is told to load
+    join: Callable[[JoinRequest, float], JoinReply | None] | None = None  # answers hosts that started the same command
+    drills: list[DrillPlan] = field(default_factory=list)
+    drills_allowed: bool = False
+    clock: OwnClock = field(default_factory=OwnClock)
+    on_start: Callable[[], None] = lambda: None  # all nodes were found fit
+
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _prepared: dict[str, float] = field(default_factory=dict)  # incarnation -> when it was told
+    _powered_off: set[int] = field(default_factory=set)
+    _output: LastOutput = field(default_factory=lambda: LastOutput(timeout("exit_output"), timeout("reader")))
+    _holding: bool = False  # nobody is told to leave yet: output is still shown
+    _joiners: set[bytes] = field(default_factory=set)
+    _drills_from: float = 0.0
+    _strangers_since: float = 0.0  # 0: there is none
+    _said_harm: bool = False
+    _outcome: Outcome | None = None
+
+    def run(self, signals: SignalPipe) -> Outcome:
+        """Raises StartError when the nodes cannot take part; the caller cleans up either way (`close`)."""
+        poller = zmq.Poller()
+        for source in (self.bus.control, self.bus.monitor, signals):
+            poller.register(source, zmq.POLLIN)
+        handles: dict[int, Recruit] = {}
+        while self._outcome is None:
+            ready = {source for source, _ in poller.poll(int(TICK * 1000))}
+            self.clock.tick(TICK)
+            for number in signals.take():
+                self._stop(number)
+            self.bus.drain_monitor()
+            while (received := self.bus.receive()) is not None:
+                self._hear(received)
+            self._watch_for_harm()
+            for descriptor in [d for d in handles if d in ready]:
+                if self._channel(handles[descriptor]):
+                    poller.unregister(descriptor)
+                    del handles[descriptor]
+            for recruit in self._advance(self.clock.now):
+                if recruit.handle is not None:
+                    handles[recruit.handle.fileno()] = recruit
+                    poller.register(recruit.handle.fileno(), zmq.POLLIN)
+        self._say_goodbye()
+        return self._outcome
+
+    def _watch_for_harm(self) -> None:
+        """Strangers are said when they last: an honest client in the middle of its handshake looks like one for a moment."""
+        counters, now = self.bus.counters, self.clock.now
+        self._strangers_since = (self._strangers_since or now) if counters.strangers else 0.0
+        harm = counters.harm
+        if not harm and self._strangers_since and now - self._strangers_since >= timeout("probe"):
+            harm = "a connection came and went without showing a key that it knows"
+        if harm and not self._said_harm:
+            self._said_harm = True
+            self.console.say(f"phoenix-run: on the control bus {harm} (said once, `status --json` counts)")
+
+    # --- what comes in -----------------------------------------------------------------------------------------------
+
+    def _hear(self, received: Received) -> None:
+        peer, body = received.peer, received.envelope.body
+        if peer.kind is PeerKind.AGENT:
+            self._hear_agent(peer.name, body)
+        elif isinstance(body, StatusRequest):
+            self._answer(received, StatusReply(encode_status(self.chronicle.status(self.state)).decode()))
+        elif peer.kind is PeerKind.JOINER:
+            self._hear_joiner(received.route, body)
+        elif peer.kind is PeerKind.CONTROL and isinstance(body, StopRequest):
+            self._answer(received, Answer(True, "stopping"))
+            self._stop(body.signal)
+        elif peer.kind is PeerKind.CONTROL and isinstance(body, FaultRequest):
+            self._answer(received, self._inject(body))
+        else:
+            self._answer(received, Answer(False, f"a {peer.kind.value} key does not allow this"))
+
+    def _hear_joiner(self, route: bytes, body: Body) -> None:
+        if isinstance(body, JoinRequest) and self.join is not None:
+            self._joiners.add(route)
+            if (reply := self.join(body, self.clock.now)) is not None:
+                self.bus.answer(route, reply, job=JOINING)
+        elif isinstance(body, Leaving) and (recruit := self.muster.recruits.get(body.incarnation)) is not None:
+            detail = f"it was told to go by {signal.Signals(body.signal).name}"
+            self._apply(job_events.AgentEnded(recruit.spec.index, body.incarnation, detail))
+
+    def _answer(self, received: Received, body: Body) -> None:
+        self.bus.answer(received.route, body, self.state.generation)
+
+    def _hear_agent(self, incarnation: str, body: Body) -> None:
+        recruit = self.muster.recruits.get(incarnation)
+        if recruit is None or recruit.dismissed:
+            if isinstance(body, (NodeReport, Hello)):
+                self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
+            return
+        index = recruit.spec.index
+        match body:
+            case Hello(facts=facts):
+                self.muster.heard(incarnation, facts)
+                self.bus.send(incarnation, ReportAck(0), self.state.generation)
+            case ProbeReport(peers=peers):
+                self.muster.probed(incarnation, peers)
+            case Remark(node=node, text=text):
+                self.console.say(f"phoenix-run: {node}: {text}")
+            case NodeReport():
+                self.bus.send(incarnation, ReportAck(body.seq), self.state.generation)
+                self.chronicle.observe(index, recruit.spec.name, body)
+                self._output.note(index, body)
+                self._apply(job_events.Reported(index, body))
+            case Farewell():
+                self._apply(job_events.AgentEnded(index, incarnation, "it said farewell"))
+            case _:
+                self.bus.counters.malformed += 1
+
+    def _channel(self, recruit: Recruit) -> bool:
+        """Something happened on the channel that started an agent; True when it has closed."""
+        if not self.muster.listen(recruit):
+            return False
+        if recruit.out_of_touch and recruit.facts is not None and not recruit.dismissed:
+            if self.muster.watch_again(recruit, self.clock.now) and recruit.admitted:
+                self._apply(job_events.ChannelClosed(recruit.spec.index))
+        elif recruit.admitted and not (recruit.dismissed or recruit.blind):
+            detail = recruit.lines[-1] if recruit.lines and not recruit.watches else ""
+            self._apply(job_events.AgentEnded(recruit.spec.index, recruit.incarnation, detail))
+        return True
+
+    def _stop(self, number: int) -> None:
+        if self.state.phase not in (Phase.STOPPING, Phase.LEAVING, Phase.FINISHED):
+            grace = self.state.rules.shutdown_timeout
+            self.console.say(
+                f"phoenix-run: {signal.Signals(number).name}: stopping, workers have up to {grace:g} s (again: sooner)"
+            )
+        elif self.state.phase is Phase.LEAVING:
+            self._output.hurried = True
+        self._apply(job_events.StopAsked(number))
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Recruit]:
+        """Deadlines, musters, drills, wishes. Returns nodes that were launched just now."""
+        launched = []
+        if self.state.phase not in (Phase.LEAVING, Phase.FINISHED, Phase.STOPPING):
+            launched = self.muster.launch_more(now)
+            complete = self.muster.complete
+            for admitted in self.muster.settle(now):
+                self._apply(admitted)
+            while self.muster.remarks:
+                self.console.say(f"phoenix-run: {self.muster.remarks.pop(0)}")
+            if self.muster.complete and not complete:
+                self.on_start()
+            for plan in [p for p in self.drills if self._drills_from and now >= self._drills_from + p.after]:
+                self.drills.remove(plan)
+                answer = self._inject(FaultRequest(plan.kind, plan.rank, plan.node))
+                if not answer.ok:
+                    self.console.say(f"phoenix-run: drill: {answer.text}")
+        self._apply(job_events.Ticked())
+        self._hold_for_output(now)
+        self._spread(now)
+        return launched
+
+    def _hold_for_output(self, now: float) -> None:
+        """A job that is over keeps its nodes as long as what their workers wrote is on its way to a reader."""
+        if self.state.phase is not Phase.LEAVING or self.state.outcome is None:
+            return
+        console = self.console
+        pending = self._output.pending(console.ended, lambda node: self.state.members[node].alive)
+        stopped = self.state.outcome.exit_code >= EXIT_SIGNAL_BASE
+        self._holding = not self._output.complete(
+            now, pending=bool(pending), written=console.written, stuck=console.stuck, stopped=stopped
+        )
+        if self._holding:
+            self._apply(job_events.OutputHeld())
+            if remark := self._output.remark(now, console.stuck):
+                console.say(f"phoenix-run: {remark}")
+
+    def _apply(self, event: Event) -> None:
+        self.state, actions = membership.step(self.state, event, self.clock.now)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        self.chronicle.act(action, self.state)
+        match action:
+            case job_events.Fence(index, incarnation):
+                self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
+                self.muster.dismiss(incarnation)
+                self._output.forget(index)
+            case job_events.Relaunch(index):
+                if index not in self._powered_off:
+                    self.muster.relaunch(index, self.clock.now)
+            case job_events.GenerationBegun():
+                self._spread(self.clock.now)  # at once: this is the notice that ends the survivors' waiting
+            case job_events.GenerationRuns():
+                self._drills_from = self._drills_from or self.clock.now
+            case job_events.Finished(outcome):
+                self._outcome = outcome
+
+    def _spread(self, now: float) -> None:
+        """Tell each node its wish when it is new, and again when it did not come true in time."""
+        for index, member in self.state.members.items():
+            if member.state in (NodeState.LOST, NodeState.DRAINED) or member.left:
+                continue
+            told = self._prepared.get(member.incarnation)
+            if told is None or (member.seq < 0 and now - told > timeout("resend")):
+                self._prepared[member.incarnation] = now
+                prepare = self.prepare(self.muster.recruits[member.incarnation])
+                self.bus.send(member.incarnation, prepare, self.state.generation)
+            wish, sent = wishes.wish_for(self.state, index), self._sent.get(index)
+            if wish.phase is PlanPhase.LEAVE and self._holding:
+                continue
+            again = sent is not None and now - sent.at > timeout("resend")
+            if sent is None or sent.wish != wish or (again and not wishes.fulfilled(self.state, index)):
+                self._sent[index] = _Sent(wish, now)
+                self.bus.send(member.incarnation, node_plan(self.state, wish, self.identity), self.state.generation)
+
+    def _inject(self, request: FaultRequest) -> Answer:
+        """Carry out a drill, or say what it would hit."""
+        if not (self.drills_allowed or request.dry_run):
+            return Answer(False, "this job was not started with --allow-drills (only --dry-run is possible)")
+        try:
+            target = drills.find_target(self.state, request.kind, request.rank, request.node)
+        except PhoenixError as error:
+            return Answer(False, error.message)
+        text = f"{request.kind.value} {target.text}"
+        if request.dry_run:
+            return Answer(True, f"would {text}")
+        if request.kind is DrillKind.KILL_NODE:
+            self._powered_off.add(target.node)  # a host that lost power does not come back by itself
+        self.chronicle.drill(request.kind.value, target.text, self.state)
+        incarnation = self.state.members[target.node].incarnation
+        self.bus.send(incarnation, Drill(request.kind, target.rank), self.state.generation)
+        return Answer(True, text)
+
+    def _say_goodbye(self) -> None:
+        assert self._outcome is not None
+        for route in self._joiners:
+            self.bus.answer(route, JobEnded(self._outcome.exit_code), job=JOINING)
+
+    def close(self) -> None:
+        """End what is left of every launch, by the bus where it can be heard; after an orderly end that is nothing."""
+        for recruit in self.muster.recruits.values():
+            if recruit.unheard and recruit.handle is not None:
+                recruit.handle.terminate()  # nothing can be said to it; its agent sees the end of its stdin
+        left = [r.handle for r in self.muster.recruits.values() if r.handle is not None and r.handle.poll() is None]
+        for incarnation in self.muster.recruits:
+            self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
+        poller = select.poll()
+        for handle in left:
+            poller.register(handle.fileno(), select.POLLIN | select.POLLHUP)
+        end = self.clock.now + timeout("reap")
+        while left and self.clock.now < end:
+            poller.poll((end - self.clock.now) * 1000)
+            self.clock.tick(timeout("reap"))
+            for handle in [h for h in left if not h.read_lines() and h.at_end]:
+                poller.unregister(handle.fileno())
+                left.remove(handle)
+        for recruit in self.muster.recruits.values():
+            if recruit.handle is not None:
+                recruit.handle.close()
+
+
+def allow_commands(bus: SupervisorBus, status_key: str, control_key: str) -> None:
+    bus.allow(status_key, Peer(PeerKind.STATUS))
+    bus.allow(control_key, Peer(PeerKind.CONTROL))
