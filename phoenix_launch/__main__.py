@@ -1,15 +1,18 @@
 """`python -m phoenix_launch` is `phoenix-run`; a Ctrl-C while it still loads is an end like any other."""
 
+import signal
 import sys
 
 
 def main() -> int:
-    try:
-        from phoenix_launch.cli import main as command_line
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heard:  # see cli/loading.py, which is not loaded yet
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from phoenix_launch.cli import main as command_line
 
-        return command_line()
-    except KeyboardInterrupt:
-        return 130
+    if heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command_line()
 
 
 if __name__ == "__main__":

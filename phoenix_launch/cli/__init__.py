@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, load, usage_error
+from phoenix_launch.cli.loading import loading
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(verb: str, words: list[str]) -> int:
-    command = load(verb)
+    with loading():
+        command = load(verb)
     name = "phoenix-run" if verb == DEFAULT_VERB else f"phoenix-run {verb}"
     try:
         with command.make_context(name, words) as context:

@@ -8,6 +8,7 @@ import click
 
 from phoenix_launch import __version__
 from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, Command, nearest
+from phoenix_launch.cli.loading import loading
 from phoenix_launch.cli.run_options import given, help_sections, parameters
 from phoenix_launch.errors import UsageError
 from phoenix_launch.options.resolution import resolve, settings_from
@@ -46,8 +47,8 @@ def run(script: str, args: tuple[str, ...], **params: object) -> int:
     Everything after SCRIPT belongs to the script. A script that is called like a verb: `phoenix-run run status`.
     """
     settings = settings_of(script, args, params)
-    from phoenix_launch.supervision.launch import launch
-
+    with loading():
+        from phoenix_launch.supervision.launch import launch
     return launch(settings, os.environ)
 
 

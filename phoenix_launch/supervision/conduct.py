@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -9,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from phoenix_launch import __version__
@@ -27,6 +28,7 @@ from phoenix_launch.node.runtime_folder import make_runtime_folder
 from phoenix_launch.processes import start_time
 from phoenix_launch.records.folders import (
     ClientKeys,
+    JobFolder,
     JobNode,
     JobRecord,
     settings_document,
@@ -46,7 +48,7 @@ LOOPBACK = "127.0.0.1"
 
 def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
     """Open the bus, run the supervisor, clean up. `started` is called when all nodes were found fit."""
-    try:
+    with SignalPipe(job.settings.signals_to_handle) as signals, _unstarted_removed(job.folder):
         runtime = _runtime_folder(job.environ)
         try:
             expected = {job.joining.keys.public: Peer(PeerKind.JOINER)} if job.joining else {}
@@ -54,16 +56,25 @@ def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
                 job.name, job.keys, job.address, port=job.port, ports=job.settings.port_range, allowed=expected
             )
             try:
-                return _run_on(job, bus, runtime, started)
+                return _run_on(job, bus, runtime, signals, started)
             finally:
                 bus.close(timeout("probe") if job.joining else 0.0)  # hosts that joined are still to hear of the end
         finally:
             shutil.rmtree(runtime, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _unstarted_removed(folder: JobFolder) -> Iterator[None]:
+    """A job that could not even begin leaves no folder behind."""
+    try:
+        yield
     finally:
-        job.folder.remove_unstarted()
+        folder.remove_unstarted()
 
 
-def _run_on(job: Job, bus: SupervisorBus, runtime: Path, started: Callable[[], None] | None) -> int:
+def _run_on(
+    job: Job, bus: SupervisorBus, runtime: Path, signals: SignalPipe, started: Callable[[], None] | None
+) -> int:
     settings = job.settings
     console = Console(bus.output, bus.decode_output, labels=_wants_labels(settings, len(job.specs)))
     chronicle = Chronicle.open(job.folder, console, [spec.host for spec in job.specs], settings)
@@ -77,14 +88,14 @@ def _run_on(job: Job, bus: SupervisorBus, runtime: Path, started: Callable[[], N
         chronicle.started(job.specs, settings, job.logs)
         for remark in settings.remarks:
             console.say(f"phoenix-run: {remark}")
-        with SignalPipe(settings.signals_to_handle) as signals:
-            if settings.detach:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            try:
-                supervisor.muster.begin(job.specs, supervisor.clock.now)
-                outcome = supervisor.run(signals)
-            finally:
-                supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
+        if settings.detach:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            supervisor.muster.begin(job.specs, supervisor.clock.now)
+            outcome = supervisor.run(signals)
+        finally:
+            supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
+            signals.close()
         chronicle.finished(supervisor.state, outcome, job.logs)
         write_error_file(job.environ.get("TORCHELASTIC_ERROR_FILE", ""), outcome)
         return outcome.exit_code

@@ -17,13 +17,21 @@ class SignalPipe:
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # one that comes in between must not be lost
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in self._signals:
             self._before[number] = signal.signal(number, lambda *_: None)
-        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
+        self.close()
+
+    def close(self) -> None:
+        """From here on signals do again what they did before; may be called twice."""
+        if self._read.fileno() < 0:
+            return
+        signal.set_wakeup_fd(self._wakeup)  # what comes from here on ends nothing that was not over
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._read.close()
