@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -14,7 +13,7 @@ def test_a_signal_that_comes_while_the_pipe_is_set_up_is_not_lost(monkeypatch: p
     set_handler = signal.signal
 
     def interrupted(number: signal.Signals, handler: signal.Handlers) -> object:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)  # to this thread: others may run here
         return set_handler(number, handler)
 
     monkeypatch.setattr(signal, "signal", interrupted)
