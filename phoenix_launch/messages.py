@@ -38,6 +38,49 @@ class Generation(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=
 NO_GENERATION: Final = Generation(0, 0)
 
 
+# --- training state in memory: what a report offers and a plan names (the rules are in job/commit.py) ----------------
+
+
+class Stamp(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """Which state it is: the generation that computed it, and the version (steps completed before it)."""
+
+    generation: Generation
+    version: int
+
+
+class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One in-memory copy of one bundle. `layout`: digest of names, shapes and types; `sealed`: it is whole."""
+
+    stamp: Stamp
+    layout: str = ""
+    sealed: bool = True
+
+
+class KeptSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node keeps this slot of the bundle with this key, its own or another node's replica."""
+
+    bundle: str
+    slot: Slot
+
+
+class SourceKind(enum.Enum):
+    """Where a rank takes a bundle from; cheapest first."""
+
+    ITSELF = "itself"  # live there; the private bundle from the copy that was taken at the step's entry
+    OWN_NODE = "own-node"  # a slot of the node it runs on
+    OTHER_NODE = "other-node"  # a slot of another node, one of its own or a replica
+    HOLDER = "holder"  # another rank that is live and holds the same bundle
+
+
+class Source(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """One bundle of one rank comes from here. `node`: whose slot, or where the `holder` runs."""
+
+    bundle: str
+    kind: SourceKind
+    node: int
+    holder: int = -1
+
+
 # --- what the launcher knows about a job, as it travels to the nodes -------------------------------------------------
 
 
@@ -179,13 +222,26 @@ class ExitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     oom_killed: bool = False  # with evidence (cgroup memory.events) only
 
 
+class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker says that knows the runtime: it can leave a step, be restored and go on."""
+
+    holds: tuple[str, ...] = ()  # keys of its bundles, from the first step's entry on
+    private: str = ""  # which of them is its private one
+    complete: int = -1  # the newest version that its copier knows to be complete
+    joined: Generation = NO_GENERATION  # the generation that it has left its step for, or was started for
+    live: Stamp | None = None  # what it offers to that generation, None: it is dirty, or new
+    address: str = ""  # of its communicators in that generation
+    restored: Generation = NO_GENERATION  # it holds the resume version of this generation, and its communicators are up
+
+
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
-    generation: Generation
+    generation: Generation  # that started this process
     pid: int
     state: ProcessState
     step: int = -1  # from the progress page, -1: unknown
     exit: ExitReport | None = None
+    runtime: RuntimeReport | None = None
 
 
 class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,11 +262,13 @@ class NodeReport(Message, frozen=True):
     prepared: bool  # the fork server is up (or the start method needs none)
     parked: int
     parked_pids: tuple[int, ...]
-    quiesced: Generation  # no worker of an older generation lives here any more
+    quiesced: Generation  # no worker lives here any more that this generation does not name
     applied: Generation  # the newest generation whose plan was carried out
     ranks: tuple[RankReport, ...]
     store: StoreReport | None = None
     complaint: str = ""  # why this node cannot do its work (the fork server died three times ...), empty: it can
+    offered: Generation = NO_GENERATION  # nobody of an older generation writes to its slots any more; they are:
+    kept: tuple[KeptSlot, ...] = ()
 
 
 class PeerProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -257,6 +315,7 @@ class ReportAck(Message, frozen=True):
 class PlanPhase(enum.Enum):
     PARK = "park"  # nothing runs here, keep spares ready
     QUIESCE = "quiesce"  # end every worker of an older generation; host the store if told to
+    SWAP = "swap"  # end workers that this generation does not name, start those it lacks; the others leave their step
     RUN = "run"  # the workers of this generation run
     STOP = "stop"  # pass the signal on to the workers, after the grace end them
     LEAVE = "leave"  # end everything, say farewell, exit
@@ -268,6 +327,16 @@ class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     local_rank: int
     environment: dict[str, str]
+    born: Generation = NO_GENERATION  # the process that a generation before has started; else it is a new one
+    sources: tuple[Source, ...] = ()  # what it has to restore, and from where
+
+
+class Resumption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a generation goes on from an older one. `stamp`: None while survivors are still asked what they have."""
+
+    stamp: Stamp | None = None
+    lineage: tuple[Stamp, ...] = ()  # at which version each generation resumed: what lies beyond is void
+    addresses: dict[int, str] = {}  # rank -> address, empty until all are known
 
 
 class NodePlan(Message, frozen=True):
@@ -281,6 +350,7 @@ class NodePlan(Message, frozen=True):
     signal: int = 15
     grace: float = 30.0  # seconds from `signal` to SIGKILL
     attempt: int = 0  # TORCHELASTIC_RESTART_COUNT; names folders in torchrun's log layout
+    resumption: Resumption | None = None
 
 
 class Probe(Message, frozen=True):
@@ -331,9 +401,10 @@ class Leaving(Message, frozen=True):
 
 
 class JobEnded(Message, frozen=True):
-    """To a host that joined: the job is over, with this exit code."""
+    """To a host that joined, or still asks: the job is over, with this exit code. `text`: lines for its screen."""
 
     exit_code: int
+    text: str = ""
 
 
 # --- commands <-> supervisor -----------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class RunSettings:
     orphan_timeout: float = timeout("orphan")
     join_timeout: float = timeout("join")
     signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    rehearse: int = 0
     allow_drills: bool = False
     drills: tuple[str, ...] = ()
 

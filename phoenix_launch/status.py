@@ -30,7 +30,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     name: str
     role: str  # training, spare
-    state: str  # starting, ready, suspect, lost, drained
+    state: str  # starting, ready, suspect, lost, drained; left: the job has ended
     spares: int  # processes parked there, ready to become any rank
     host: str = ""  # empty: simulated
 
@@ -75,7 +75,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeStatus, ...] = ()
     ranks: tuple[RankStatus, ...] = ()
     last_swap: SwapStatus | None = None
-    reason: str = ""  # one line of why it ended as it did
+    reason: str = ""  # one line of why it ended as it did, or is orphaned
+    stopped_by: str = ""  # the signal that ended it, or that `stop` sent; its state is "failed" then
+    as_of: float | None = None  # unix seconds: when all of this was so
     restarts: int = 0  # of --max-restarts
     dropped_messages: int = 0  # on the bus: malformed, or under a key that it does not know (any more)
     strangers: int = 0  # connections to the bus that came and went without a key it knows

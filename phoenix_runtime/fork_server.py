@@ -6,6 +6,7 @@ the script in this file's top-level frame, so that the interpreter shuts down un
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -17,6 +18,8 @@ import sys
 import threading
 import time
 import traceback
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -31,6 +34,7 @@ from phoenix_runtime import fork_safety, main_module, preload
 _PR_SET_PDEATHSIG: Final = 1
 _REPARENTING_MS: Final = 10_000  # from the middle child's fork to its exit; takes microseconds
 _BROKEN: Final = 70  # EX_SOFTWARE: a bug of ours in a forked process
+_NO_NUMPY: Final = "Failed to initialize NumPy"  # torch says it at every import where there is none
 _environment_at_start = dict(os.environ)  # imports may add to it, a fresh start must not inherit that
 
 
@@ -101,7 +105,8 @@ def _load(state: State, agent: socket.socket) -> ForkServerReady:
     folder = preload.script_folder(command, cwd)
     if command.preload != "auto":
         sys.path.insert(0, folder)  # modules named by the user may well be the script's neighbours
-    torch = fork_safety.load(preload.ALWAYS)
+    with _unsaid(_NO_NUMPY):
+        torch = fork_safety.load(preload.ALWAYS)
     loaded = fork_safety.load(i for i in chosen.imports if i not in preload.ALWAYS and i.module not in state.without)
     if command.preload != "auto":
         sys.path.remove(folder)
@@ -117,6 +122,18 @@ def _load(state: State, agent: socket.socket) -> ForkServerReady:
         ),
         fork_unsafe=_why_not_fork(torch, folder),
     )
+
+
+@contextlib.contextmanager
+def _unsaid(warning: str) -> Iterator[None]:
+    """One warning is not shown; all other filters, also those that the imports add, stay as they are."""
+    warnings.filterwarnings("ignore", message=warning)
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]  # a list, whatever typeshed says
 
 
 def _why_not_fork(torch: fork_safety.Loaded, folder: str) -> str:

@@ -25,13 +25,31 @@ from phoenix_launch.cli import main
 from phoenix_launch.cli.command import VERBS, load
 from phoenix_launch.cli.completion import FILES, script
 from phoenix_launch.cli.inject_fault import KINDS
-from phoenix_launch.messages import Answer, Body, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
+from phoenix_launch.messages import (
+    Answer,
+    Body,
+    DrillKind,
+    FaultRequest,
+    Generation,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
 from phoenix_launch.options.table import OPTIONS
 from phoenix_launch.processes import start_time
-from phoenix_launch.records.folders import ClientKeys, JobFolder, JobNode, JobRecord, jobs_root, settings_document
+from phoenix_launch.records.folders import (
+    ClientKeys,
+    JobFolder,
+    JobNode,
+    JobRecord,
+    KeyKind,
+    jobs_root,
+    settings_document,
+)
+from phoenix_launch.records.journal import Journal
 from phoenix_launch.records.log_reader import Follower, parse_name
 from phoenix_launch.settings import RunSettings
-from phoenix_launch.status import JobState, JobStatus, RankStatus, encode_status
+from phoenix_launch.status import JobState, JobStatus, NodeStatus, RankStatus, encode_status
 from phoenix_launch.timeouts import TIMEOUTS
 
 ROOT = Path(__file__).parent.parent
@@ -126,9 +144,11 @@ def test_an_option_like_no_other_points_to_the_help(output: Output) -> None:
 
 
 def test_an_option_without_its_value_is_one_line(output: Output) -> None:
-    assert "--nodes" in refused(output, "--nodes")
-    assert "--standalone" in refused(output, "--standalone=1", "x")
-    assert "unexpected extra argument" in refused(output, "keygen", "now")
+    assert "hint: give it one: --nodes N|HOSTS" in refused(output, "--nodes")
+    assert "hint: write --standalone alone" in refused(output, "--standalone=1", "x")
+    shown = refused(output, "keygen", "now")
+    assert "unexpected extra argument" in shown and "hint: leave it out: phoenix-run keygen [OPTIONS]" in shown
+    assert "hint: for example phoenix-run inject-fault kill-worker --rank 0" in refused(output, "inject-fault")
 
 
 @pytest.fixture
@@ -153,6 +173,14 @@ def test_a_missing_script_is_said_to_be_missing(output: Output, tmp_path: Path) 
 
 def test_a_misspelt_verb_is_no_script(output: Output) -> None:
     assert "did you mean `phoenix-run status`?" in refused(output, "statsu")
+
+
+def test_a_host_file_that_is_not_there_is_said_before_anything_is_loaded(
+    output: Output, launched: list[RunSettings], train: Path, tmp_path: Path
+) -> None:
+    for words in ([], ["config"]):
+        assert "cannot read the host file" in refused(output, *words, "--hostfile", f"{tmp_path}/none", str(train))
+    assert launched == []
 
 
 def test_a_folder_is_no_script(output: Output, tmp_path: Path) -> None:
@@ -285,6 +313,8 @@ def test_an_unknown_shell_lists_those_that_are_known(output: Output) -> None:
         (["inject-fault", "kill-w"], {"kill-worker"}),
         (["status", "jo"], {"job-1"}),
         (["inject-fault", "kill-node", "--job", ""], {"job-1"}),
+        (["inject-fault", "kill-node", "--node", "1", "jo"], {"job-1"}),
+        (["inject-fault", ""], {"kill-worker", "kill-node", "kill-agent"}),
         (["--nodes", ""], set()),
         (["setup.py", "--nod"], set()),
     ],
@@ -330,6 +360,13 @@ def test_commands_are_quick_and_import_no_torch(phoenix_home: Path, words: list[
     seconds, modules = measured(*words)
     assert seconds < LIMIT
     assert not {"torch", "numpy", "zmq", "rich", "psutil", "phoenix_runtime"} & modules
+
+
+def test_asking_a_supervisor_loads_no_event_loop(supervisor: Supervisor) -> None:
+    """What only a supervisor needs of the bus is not loaded by those that ask it: asyncio, ssl, logging."""
+    _, modules = measured("status")
+    assert "zmq" in modules
+    assert not {"torch", "asyncio", "ssl", "logging", "hashlib", "rich", "psutil"} & modules
 
 
 # --- verbs about jobs ------------------------------------------------------------------------------------------------
@@ -469,6 +506,20 @@ def test_a_job_whose_supervisor_left_no_last_word_is_orphaned(
     assert json.loads(output.readouterr().out)["state"] == "orphaned"
 
 
+def test_an_orphaned_job_is_shown_as_it_was_last_seen(ended: JobFolder, output: Output) -> None:
+    seen = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+    ended.write_status(msgspec.structs.replace(RUNNING, as_of=seen))
+    assert main(["status"]) == 0
+    assert output.readouterr().out.splitlines()[:3] == [
+        "job job-1, orphaned, generation 1",
+        f"supervisor is gone (pid {os.getpid()} died); its nodes end by themselves 15 s after that",
+        "last seen 03:04:05:",
+    ]
+    ended.write_record(msgspec.structs.replace(ended.read_record(), hostname="elsewhere"))
+    assert main(["status"]) == 0
+    assert f"supervisor cannot be reached (pid {os.getpid()} on elsewhere)" in output.readouterr().out
+
+
 def test_a_supervisor_that_does_not_answer_is_said_not_to(
     supervisor: Supervisor, output: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +536,22 @@ def test_a_supervisor_that_ends_while_it_is_asked_leaves_its_status(
     supervisor.answers = lambda body: supervisor.end(93)
     assert main(["status"]) == 0
     assert "failed" in output.readouterr().out
+
+
+def test_a_supervisor_that_throws_its_keys_away_has_ended(
+    supervisor: Supervisor, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says its last word, throws the keys away, and lives on for a moment."""
+    read = JobFolder.read_client_keys
+
+    def too_late(folder: JobFolder, kind: KeyKind) -> ClientKeys:
+        folder.write_status(JobStatus(job="job-1", state=JobState.FINISHED, exit_code=0))
+        folder.remove_client_keys()
+        return read(folder, kind)
+
+    monkeypatch.setattr(JobFolder, "read_client_keys", too_late)
+    assert main(["status"]) == 0
+    assert output.readouterr().out == "job job-1, finished, generation 0, exit code 0\n"
 
 
 @pytest.mark.parametrize(
@@ -509,6 +576,40 @@ def test_jobs_lists_all_with_their_states(ended: JobFolder, output: Output) -> N
         ["job-2", "starting", "1"],
         ["job-3", "failed", "1"],
     ]
+
+
+def test_jobs_counts_the_hosts_that_joined(ended: JobFolder, output: Output) -> None:
+    ended.write_record(msgspec.structs.replace(ended.read_record(), nodes=()))
+    nodes = tuple(NodeStatus(index=n, name=f"h{n}", role="training", state="left", spares=0) for n in range(3))
+    ended.write_status(JobStatus(job="job-1", state=JobState.FAILED, exit_code=143, stopped_by="SIGTERM", nodes=nodes))
+    assert main(["jobs"]) == 0
+    row = output.readouterr().out.splitlines()[1].split()
+    assert (row[:4], row[-1]) == (["job-1", "stopped", "143", "3"], "train.py")
+
+
+def test_pruning_removes_what_ended_long_ago_and_nothing_that_may_live(phoenix_home: Path, output: Output) -> None:
+    root, long_ago = jobs_root(os.environ), time.time() - 20 * 86400
+    for name, pid, state, as_of in (
+        ("old", 0, JobState.FINISHED, long_ago),
+        ("recent", 0, JobState.FAILED, time.time() - 3600),
+        ("orphaned", 0, JobState.RUNNING, long_ago),
+        ("running", os.getpid(), JobState.RUNNING, long_ago),
+        ("begun", os.getpid(), None, 0.0),
+        ("damaged", 0, JobState.FINISHED, long_ago),
+    ):
+        folder = JobFolder.create(root, name)
+        folder.write_record(record(os.getpid(), job=name, created=long_ago, **({} if pid else {"start_time": 1})))
+        if state is not None:
+            folder.write_status(JobStatus(job=name, state=state, as_of=as_of))
+    (root / "damaged" / "status.json").write_text("{")
+    (root / "not-ours").mkdir()
+    assert main(["jobs", "--prune"]) == 0
+    assert output.readouterr().out == "removed 1 job that ended more than 14 days ago: old\n"
+    assert main(["jobs", "--prune", "0"]) == 0
+    assert output.readouterr().out == "removed 1 job that ended more than 0 days ago: recent\n"
+    assert sorted(path.name for path in root.iterdir()) == ["begun", "damaged", "not-ours", "orphaned", "running"]
+    for wrong in ("x", "nan", "inf"):
+        assert "must be a number of days" in refused(output, "jobs", f"--prune={wrong}")
 
 
 def test_jobs_says_that_there_are_none(phoenix_home: Path, output: Output) -> None:
@@ -547,11 +648,16 @@ def test_stop_says_when_nobody_can_be_asked(ended: JobFolder, output: Output) ->
 def test_a_fault_is_asked_for_with_the_control_key(supervisor: Supervisor, output: Output) -> None:
     assert main(["inject-fault", "kill-node", "--node", "1"]) == 0
     assert main(["inject-fault", "kill-worker", "--rank", "3", "--job", "job-1"]) == 0
-    assert output.readouterr().out == "kill-node as asked\nkill-worker as asked\n"
-    assert supervisor.asked == [
-        (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_NODE, node="1")),
-        (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_WORKER, rank=3)),
-    ]
+    assert main(["inject-fault", "kill-worker", "job-1", "--rank", "3"]) == 0
+    assert output.readouterr().out == "kill-node as asked\nkill-worker as asked\nkill-worker as asked\n"
+    assert (
+        supervisor.asked[:2]
+        == supervisor.asked[:1] + supervisor.asked[2:]
+        == [
+            (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_NODE, node="1")),
+            (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_WORKER, rank=3)),
+        ]
+    )
 
 
 def test_a_refused_fault_says_why(supervisor: Supervisor, output: Output) -> None:
@@ -566,6 +672,7 @@ def test_a_fault_needs_a_kind_and_one_target(supervisor: Supervisor, output: Out
     assert "--rank R" in refused(output, "inject-fault", "kill-worker", "--node", "0")
     assert "must be a whole number" in refused(output, "inject-fault", "kill-worker", "--rank", "-1")
     assert "missing argument" in refused(output, "inject-fault")
+    assert "two jobs are named" in refused(output, "inject-fault", "kill-node", "a", "--job", "b", "--node", "0")
     assert supervisor.asked == []
 
 
@@ -631,6 +738,33 @@ def test_logs_refuse_what_does_not_exist(ended: JobFolder, output: Output) -> No
     ended.write_record(record(os.getpid(), start_time=1))
     assert main(["logs"]) == 1
     assert "keeps no log files" in output.readouterr().err
+
+
+def test_a_rank_that_the_job_never_had_is_said_to_be_none(ended: JobFolder, output: Output) -> None:
+    assert "hint: none of its workers has started" in refused(output, "logs", "--rank", "0")
+    ended.write_status(RUNNING)
+    assert main(["logs", "--rank", "0"]) == 0, "it has written nothing"
+    Journal(ended.journal_path, remark=print).write("worker_started", Generation(1, 1), node="node0", rank=1, pid=7)
+    assert main(["logs", "--rank", "1"]) == 0, "an earlier generation had it"
+    assert "job job-1 has no rank 9\n  hint: its ranks: 0-1\n" in refused(output, "logs", "--rank", "9")
+    wrote(ended, "node0", rank9_g1_out="nine\n")
+    assert main(["logs", "--rank", "9"]) == 0
+    assert output.readouterr().out == "nine\n"
+
+
+def test_a_rank_that_will_never_come_is_not_waited_for(supervisor: Supervisor, output: Output) -> None:
+    supervisor.folder.write_status(RUNNING)
+    assert "job job-1 has no rank 9" in refused(output, "logs", "--follow", "--rank", "9")
+
+
+def test_logs_of_hosts_that_joined_are_shown_where_they_can_be_seen(ended: JobFolder, output: Output) -> None:
+    nodes = tuple(NodeStatus(index=n, name=f"node{n}", role="training", state="left", spares=0) for n in range(3))
+    ended.write_status(msgspec.structs.replace(RUNNING, state=JobState.FINISHED, nodes=nodes))
+    wrote(ended, "node0", rank0_g1_out="here\n")
+    wrote(ended, "node1", rank1_g1_out="there\n")
+    assert main(["logs"]) == 0
+    assert output.readouterr().out == "node0:0| here\nnode1:1| there\n"
+    assert "the logs of node2 are on that host" in refused(output, "logs", "--node", "node2")
 
 
 @pytest.fixture

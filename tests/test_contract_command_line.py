@@ -129,6 +129,9 @@ def test_local_ranks_are_put_into_arguments_of_each_worker(tmp_path: Path) -> No
         (["--no-python", "-m", "x"], ["--no-python", "--module"]),
         (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node"]),
         (["no-such-script.py"], ["no-such-script.py"]),
+        (["--use-env", "x.py"], ["no option --use-env", "leave it out", "LOCAL_RANK"]),
+        (["--use_env", "x.py"], ["no option --use-env", "leave it out", "LOCAL_RANK"]),
+        (["--local-rank=0", "x.py"], ["no option --local-rank", "reads LOCAL_RANK"]),
     ],
 )
 def test_wrong_use_ends_with_2_one_line_and_one_hint(tmp_path: Path, args: list[str], words: list[str]) -> None:

@@ -18,6 +18,14 @@ from tests.jobs_under_test import Done, run, script
 OURS = {"PHOENIX_JOB", "PHOENIX_GENERATION", "PHOENIX_NODE", "PHOENIX_AGENT", "PHOENIX_PROGRESS"}
 JOB_KEY = "a key that is long enough to protect a job, and that nobody is told"
 DIFFERENT = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS", "_"}
+# What torchrun itself reads. All of it goes on to the workers; "": that is all, else what is said once when it is set.
+LAUNCHERS = {
+    "LOGLEVEL": ("INFO", ""),
+    "USE_LIBUV": ("0", ""),
+    "TORCH_ELASTIC_WORKER_IDENTICAL": ("1", ""),
+    "TORCHELASTIC_ENABLE_FILE_TIMER": ("1", "TORCHELASTIC_ENABLE_FILE_TIMER has no effect: no timer watches"),
+    "TORCHELASTIC_HEALTH_CHECK_PORT": ("1", "TORCHELASTIC_HEALTH_CHECK_PORT has no effect: nobody listens there"),
+}
 UNSET = ("OMP_NUM_THREADS", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -42,6 +50,11 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Called]:
                 "one": Call(
                     ["--standalone", "--master-port", 1, "--start-method", "spawn", witness],
                     {**NO_TORCH, "PYTHON_EXEC": str(python), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+                ),
+                "torchrun told": Call([*two, witness], {name: value for name, (value, _) in LAUNCHERS.items()}, True),
+                "told": Call(
+                    ["--start-method", "spawn", *two, witness],
+                    {**NO_TORCH, **{name: value for name, (value, _) in LAUNCHERS.items()}},
                 ),
                 "virtual": Call(
                     ["--virtual-local-rank", "--nproc-per-node", 2, "--signals-to-handle", "SIGTERM,SIGUSR1", witness],
@@ -132,6 +145,23 @@ def test_virtual_local_ranks_see_one_device_each_and_local_rank_0(calls: dict[st
     assert [s["LOCAL_RANK"] for s in seen] == ["0", "0"]
     assert [s["CUDA_VISIBLE_DEVICES"] for s in seen] == ["4", "5"]
     assert [s["RANK"] for s in seen] == ["0", "1"]
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_variable_for_the_launcher_reaches_the_workers_and_is_remarked_upon_when_it_does_nothing_here(
+    calls: dict[str, Called], name: str
+) -> None:
+    value, remark = LAUNCHERS[name]
+    assert calls["told"].environment(1)[name] == calls["torchrun told"].environment(1)[name] == value
+    said = [line for line in calls["told"].done.err.splitlines() if name in line]
+    assert [line.startswith(f"phoenix-run: {remark}") for line in said] == ([True] if remark else [])
+    assert name not in calls["spawned"].done.err
+
+
+def test_only_torchrun_has_a_timer_for_its_workers(calls: dict[str, Called]) -> None:
+    more = set(calls["torchrun told"].environment()) - set(calls["torchrun"].environment()) - set(LAUNCHERS)
+    assert more == {"TORCHELASTIC_TIMER_FILE"}
+    assert "TORCHELASTIC_TIMER_FILE" not in calls["told"].environment()
 
 
 def test_python_exec_is_the_interpreter_of_the_workers(calls: dict[str, Called]) -> None:

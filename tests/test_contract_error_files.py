@@ -42,6 +42,18 @@ print("the second", file=sys.stderr)
 sys.exit(4)
 """
 
+# A traceback of many lines by the one that fails; the other has nothing to say.
+DEEP = """
+import os, signal
+def fall(n):
+    if not n:
+        raise ValueError("no good")
+    fall(n - 1)
+if os.environ["RANK"] == "1":
+    fall(5)
+signal.pause()
+"""
+
 # What a worker that is killed, or knows nothing of @record, leaves; and one that writes something else there.
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 STRANGE = """
@@ -73,6 +85,7 @@ def calls(folder: Path) -> dict[str, Called]:
             "recorded": Call(["--log-dir", folder / "logs", "-t", 3, recorded], to("ours")),
             "one node": Call([*spawn, "--nproc-per-node", 2, in_a_row], NO_TORCH),
             "two nodes": Call([*spawn, "--nodes", 2, in_a_row], NO_TORCH),
+            "deep": Call([*spawn, "--nproc-per-node", 2, script(folder, DEEP, "deep.py")], NO_TORCH),
             "killed": Call([*spawn, script(folder, KILLED, "killed.py")], {**NO_TORCH, **to("killed")}),
             "strange": Call([*spawn, script(folder, STRANGE, "strange.py")], {**NO_TORCH, **to("strange")}),
         },
@@ -105,6 +118,20 @@ def test_the_recorded_traceback_is_the_last_thing_on_the_screen(calls: dict[str,
     lines = calls["recorded"].done.err.splitlines()
     assert lines[-1] == "ValueError: no good"
     assert any("rank 0 on node0 exited with code 1" in line for line in lines)
+
+
+def test_a_traceback_stands_on_the_screen_once_its_end_comes_last_and_its_files_are_named(
+    calls: dict[str, Called],
+) -> None:
+    done = calls["deep"].done
+    lines = done.err.splitlines()
+    assert done.err.count("Traceback (most recent call last)") == 1, done.err
+    assert lines[-1] == "ValueError: no good"
+    assert f"  log: {done.job}/logs/node0/1.g1.err" in lines
+    recorded = calls["recorded"].done.err
+    (named,) = [line for line in recorded.splitlines() if line.startswith("  error file: ")]
+    assert json.loads(Path(named.removeprefix("  error file: ")).read_text())["message"]["message"]
+    assert recorded.count("Traceback (most recent call last)") == 1, recorded
 
 
 @pytest.mark.parametrize("name", ["one node", "two nodes"])

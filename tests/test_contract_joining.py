@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from phoenix_launch.node.cgroup import ControlGroup
 from tests.contract import NO_TORCH, WITNESS, free_port
 from tests.jobs_under_test import Done, Running, events, run, script, started
 
@@ -50,7 +51,7 @@ class Hosts:
 
     def start(
         self, nnodes: str, *options: object, attempts: int = 0, code: int = 0, rank: int = 0,
-        env: Mapping[str, str] | None = None, endpoint: bool = True,
+        env: Mapping[str, str] | None = None, endpoint: bool = True, supervises: bool = True,
     ) -> Running:  # fmt: skip
         number = len(self.running)
         meet = ["--rdzv-endpoint", f"127.0.0.1:{self.port}"] if endpoint else []
@@ -59,7 +60,7 @@ class Hosts:
         self.running.append(
             self._stack.enter_context(started(self.folder / f"home{number}", args, env={**mine, **(env or {})}))
         )
-        if number == 0:
+        if number == 0 and supervises:
             self.eventually(lambda: self.running[0].job, 40, "the first one supervises")
         return self.running[-1]
 
@@ -119,6 +120,10 @@ def test_hosts_that_start_the_same_command_become_one_job_as_soon_as_the_last_on
     done = hosts.ended()
     assert [d.code for d in done] == [0, 0], [d.err for d in done]
     assert "is taken on this machine: joining" in done[1].err
+    job = done[0].job
+    assert f"joined job {job.name} as {socket.gethostname()}-2; logs in {job}/logs/" in done[1].err
+    threads = str(max(1, ControlGroup().cores() // 4))
+    assert {environment["OMP_NUM_THREADS"] for environment in seen} == {threads}, "two hosts on one machine share it"
 
 
 def test_node_rank_is_group_rank_and_the_exit_code_is_everybodys(hosts: Hosts) -> None:
@@ -132,7 +137,7 @@ def test_node_rank_is_group_rank_and_the_exit_code_is_everybodys(hosts: Hosts) -
     hosts.go()
     done = hosts.ended()
     assert [d.code for d in done] == [7, 7], [d.err for d in done]
-    assert "rank 1" in done[0].err and "exited with code 7" in done[0].err
+    assert all("the job ends with exit code 7: rank 1 on" in d.err for d in done)
 
 
 def test_an_elastic_job_starts_with_whom_it_has_after_a_while_and_who_comes_late_is_a_spare(hosts: Hosts) -> None:
@@ -148,10 +153,11 @@ def test_an_elastic_job_starts_with_whom_it_has_after_a_while_and_who_comes_late
 
 
 def test_a_job_of_too_few_hosts_ends_and_says_who_is_there(hosts: Hosts) -> None:
-    hosts.start("2:3", "--join-timeout", 1)
+    hosts.start("2:3", "--join-timeout", 3)
     (done,) = hosts.ended()
     assert done.code == 1
-    assert f"1 of 2 nodes came within 1 s (here: {socket.gethostname()})" in done.err
+    assert f"1 of 2 nodes came within 3 s (here: {socket.gethostname()})" in done.err
+    assert done.err.count(f"1 of 3 hosts here (node {socket.gethostname()}); waiting up to ") == 1, done.err
     assert "Traceback" not in done.err
 
 
@@ -216,9 +222,33 @@ def test_a_host_with_another_key_is_not_heard(hosts: Hosts) -> None:
     hosts.start("2", attempts=1)
     done = hosts.start("2", "--join-timeout", 2, env={"PHOENIX_JOB_KEY": KEY + "!"}).wait(30)
     assert done.code == 1
-    assert "nobody answers at" in done.err and "same PHOENIX_JOB_KEY" in done.err
+    assert "somebody listens at" in done.err and "is PHOENIX_JOB_KEY the same on every host?" in done.err
     hosts.running[0].signal(signal.SIGTERM)
     assert hosts.running[0].wait(20).code == 128 + signal.SIGTERM
+
+
+def test_each_host_chooses_where_its_logs_go(hosts: Hosts) -> None:
+    hosts.start("2")
+    hosts.start("2", "--log-dir", hosts.folder / "mine")
+    hosts.seen(1)
+    hosts.go()
+    done = hosts.ended()
+    assert [d.code for d in done] == [0, 0], [d.err for d in done]
+    first, second = socket.gethostname(), f"{socket.gethostname()}-2"
+    assert [path.name for path in (done[0].job / "logs").iterdir()] == [first]
+    assert [path.name for path in (hosts.folder / "mine").iterdir()] == [second]
+    assert f"logs in {hosts.folder}/mine/{second}" in done[1].err
+
+
+def test_a_start_that_is_refused_is_told_to_the_hosts_that_still_ask(hosts: Hosts) -> None:
+    """The first one asks where nobody supervises yet, as the hosts of a job do that are up before the one they need."""
+    meet = ["--join-timeout", 50, "--rdzv-conf", "is_host=0"]
+    hosts.start("2", *meet, supervises=False)
+    hosts.start("2", "--log-dir", "/proc/nowhere")
+    for done in hosts.ended():
+        assert done.code == 1
+        assert "nothing was started: " in done.err and "log folder /proc/nowhere" in done.err, done.err
+        assert "Traceback" not in done.err
 
 
 def test_without_a_key_nothing_starts(tmp_path: Path) -> None:

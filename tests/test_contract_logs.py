@@ -56,6 +56,7 @@ def calls(folder: Path) -> dict[str, Called]:
             "torchrun filtered": Call(["--log-dir", folder / "torchrun filtered", *filtered, speaks], torchrun=True),
             "split": ours("split", *split, speaks),
             "filtered": ours("filtered", *filtered, speaks),
+            "filters alone": ours("filters alone", "--duplicate-stdout-filters", "loss=", speaks),
             "plain": ours("plain", "--nproc-per-node", 2, speaks),
             "template": ours("template", "--tee", 3, "--role", "boss", speaks,
                              env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": TEMPLATE}),
@@ -130,6 +131,14 @@ def test_without_those_options_lines_come_bare_and_files_are_by_node_rank_and_ge
         name for name in kept if name.startswith("node0/spare-")
     }
     assert kept["node0/1.g1.err"] == "err 1\nloss=1\n"
+
+
+@pytest.mark.parametrize("name", ["plain", "filters alone"])
+def test_nothing_is_written_twice_unless_torchruns_layout_is_asked_for(
+    calls: dict[str, Called], folder: Path, name: str
+) -> None:
+    assert calls[name].done.code == 0
+    assert [path.name for path in (folder / name).iterdir()] == ["node0"]
 
 
 def test_the_prefix_can_be_chosen(calls: dict[str, Called]) -> None:

@@ -62,7 +62,7 @@ def test_a_node_is_found_by_index_by_name_and_by_one_of_its_ranks() -> None:
     state = job(member(0), member(1))
     for rank, node in ((-1, "1"), (-1, "node1"), (3, "")):
         target = find_target(state, DrillKind.KILL_NODE, rank, node)
-        assert (target.node, target.rank, target.text) == (1, -1, "node1 (ranks 2, 3)")
+        assert (target.node, target.rank, target.text) == (1, -1, "node1 (ranks 2-3)")
 
 
 def test_a_worker_is_found_by_its_rank() -> None:

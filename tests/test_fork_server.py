@@ -146,15 +146,16 @@ def signals_as_a_guardian_has_them() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start(folder: Path, command: Command) -> Server:
+def start(folder: Path, command: Command, path: str = "", stderr: int | None = None) -> Server:
     ours, theirs = socket.socketpair()
     ours.settimeout(DEADLINE)
     with signals_as_a_guardian_has_them():
         process = subprocess.Popen(
             [sys.executable, "-m", "phoenix_runtime.fork_server", str(theirs.fileno())],
             cwd=folder,
-            env=worker_environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            env=worker_environment() | {"PYTHONPATH": os.pathsep.join([path, *sys.path] if path else sys.path)},
             stdin=subprocess.DEVNULL,
+            stderr=stderr,
             pass_fds=[theirs.fileno()],
         )
     theirs.close()
@@ -189,6 +190,24 @@ def test_torch_and_the_scripts_imports_are_loaded(server: Server) -> None:
     assert server.ready.fork_unsafe == ""
     assert server.ready.remarks == ()
     assert server.ready.loaded == ("torch", "torch.distributed", "numpy")
+
+
+def test_where_numpy_is_missing_torchs_one_warning_is_not_shown_and_all_filters_stay(tmp_path: Path) -> None:
+    without = tmp_path / "numpy"
+    without.mkdir()
+    (without / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    (tmp_path / "script.py").write_text("import torch, warnings; print(warnings.filters)\n")
+    reader, writer = os.pipe()
+    server = start(tmp_path, script(), str(tmp_path), writer)
+    os.close(writer)
+    try:
+        forked, fresh = server.run(), server.python(PYTHONPATH=str(tmp_path))
+    finally:
+        stop(server)
+    with os.fdopen(reader) as said:
+        assert (said.read(), forked.stderr) == ("", "")
+    assert "Failed to initialize NumPy" in fresh.stderr, "torch says it no more: nothing is left to hide"
+    assert forked.stdout == fresh.stdout
 
 
 def test_the_main_module_is_that_of_a_fresh_interpreter(server: Server) -> None:

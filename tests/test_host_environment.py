@@ -73,3 +73,10 @@ def test_a_bad_env_option_is_a_usage_error(option: str, message: str, hint: str)
         job_environment(HERE, (option,), simulated=False)
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_what_torch_reads_under_a_name_of_its_own_goes_along() -> None:
+    assert job_environment({"USE_LIBUV": "0", "LOGLEVEL": "INFO", "USER": "me"}, (), simulated=False) == {
+        "USE_LIBUV": "0",
+        "LOGLEVEL": "INFO",
+    }

@@ -29,9 +29,10 @@ from phoenix_launch.records.folders import (
     settings_document,
     wait_for_end,
 )
-from phoenix_launch.records.view import rank_ranges, status_text
+from phoenix_launch.records.view import JobLine, command_shown, jobs_text, status_text
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState, JobStatus, NodeStatus, RankStatus, decode_status, encode_status
+from phoenix_launch.wording import rank_ranges
 
 Make = Callable[..., JobFolder]
 
@@ -305,3 +306,63 @@ def test_many_ranks_are_summed_up_by_node() -> None:
 def test_ranks_are_shown_as_ranges() -> None:
     assert rank_ranges([3, 0, 1, 2, 8, 10, 11]) == "0-3,8,10-11"
     assert rank_ranges([]) == ""
+
+
+def test_steps_are_shown_only_where_some_rank_tells_its_own() -> None:
+    silent = tuple(msgspec.structs.replace(rank, step=None) for rank in full_status().ranks)
+    shown = status_text(msgspec.structs.replace(full_status(), ranks=silent, step=None))
+    assert "STEP" not in shown and shown.splitlines()[-2:] == ["0     node0  100  running", "1     node0  101  running"]
+    one = (silent[0], full_status().ranks[1])
+    assert "RANK  NODE   PID  STATE    STEP" in status_text(msgspec.structs.replace(full_status(), ranks=one))
+
+
+def test_a_stopped_job_is_not_said_to_have_failed() -> None:
+    stopped = JobStatus(
+        job="a-1", state=JobState.FAILED, exit_code=143, reason="stopped by signal 15", stopped_by="SIGTERM"
+    )
+    assert status_text(stopped) == "job a-1, stopped by SIGTERM, generation 0, exit code 143"
+    assert msgspec.json.decode(encode_status(stopped))["state"] == "failed"
+
+
+def test_the_command_of_a_job_begins_with_its_script() -> None:
+    def shown(*argv: str, script: str = "/home/u/train.py", args: tuple[str, ...] = ()) -> str:
+        return command_shown(script, args, ("/opt/env/bin/phoenix-run", *argv))
+
+    assert shown("/home/u/train.py") == "train.py"
+    assert shown("--nodes", "2", "/home/u/train.py", "--lr", "a b", args=("--lr", "a b")) == (
+        "train.py --lr 'a b'  (--nodes 2)"
+    )
+    assert shown("run", "-m", "--", "pkg.train", "--", script="pkg.train", args=("--",)) == "pkg.train --  (-m)"
+    assert shown("x", "two\nlines", script="x", args=("two\nlines",)) == "x 'two lines'"
+    assert shown("--nodes", "2", script="") == "--nodes 2", "the record of a later version"
+
+
+def test_jobs_fit_on_a_screen_of_eighty_columns() -> None:
+    now = 1_800_000_000.0
+    lines = [
+        JobLine("train_gpt-7f3a", "orphaned", now - 1, 143, 16, "train_gpt.py " + "--more " * 20),
+        JobLine("old-1", "finished", now - 1e8, 0, 1, "old.py"),
+    ]
+    heading, first, second = jobs_text(lines, now, columns=80).split("\n")
+    assert len(first) == 80 and "train_gpt.py" in first and first.endswith("...")
+    assert first.index("train_gpt.py") == heading.index("COMMAND") == second.index("old.py")
+    assert "..." not in jobs_text(lines, now)
+    long = JobLine("x" * 70, "running", now, None, 2, "train_gpt.py --lr 3e-4")
+    assert jobs_text([long], now, columns=80).split("\n")[1].endswith("train_gpt.py ..."), "never less than the script"
+
+
+def test_a_job_has_ended_when_it_said_so(make: Make) -> None:
+    assert make("a-1").ended_at() is None
+    assert make("b-1", state=JobState.RUNNING).ended_at() is None
+    ended = make("c-1", state=JobState.FINISHED)
+    assert ended.ended_at() == (ended.path / "status.json").stat().st_mtime
+    ended.write_status(JobStatus(job="c-1", state=JobState.FAILED, as_of=5.0))
+    assert ended.ended_at() == 5.0
+
+
+def test_the_keys_of_a_job_can_be_thrown_away_twice(make: Make) -> None:
+    folder = make("a-1")
+    folder.write_client_keys("control", ClientKeys("p", "s"))
+    folder.remove_client_keys()
+    folder.remove_client_keys()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["job.json", "logs"]

@@ -82,4 +82,4 @@ def test_a_fault_is_injected_from_another_terminal(tmp_path: Path, eventually: o
         assert real.code == 0, real.err
         done = running.wait()
     assert done.code == 0, done.err
-    assert [e["target"] for e in done.events("drill")] == ["node1 (ranks 1)"]
+    assert [e["target"] for e in done.events("drill")] == ["node1 (rank 1)"]

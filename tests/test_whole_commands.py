@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from tests.jobs_under_test import PHOENIX_RUN, environment
-from tests.quick_jobs import Ground, kill
+from tests.quick_jobs import STUB, Ground, kill
 from tests.quick_jobs import ground as ground
 
 Eventually = Callable[..., object]
@@ -40,9 +41,12 @@ STUBBORN = PATIENT.replace("import os,", "import signal; signal.signal(2, signal
 
 def test_a_detached_job_is_watched_read_and_stopped(ground: Ground, eventually: Eventually) -> None:
     begun = ground.run("--detach", "--nodes", 2, ground.script(PATIENT))
-    assert (begun.code, begun.err) == (0, ""), begun.err
     name = begun.out.strip()
-    assert re.fullmatch(r"train-[0-9a-f]{4}", name)
+    assert begun.code == 0 and re.fullmatch(r"train-[0-9a-f]{4}", name), begun.err
+    own = ground.home / "jobs" / name / "logs/supervisor.err"
+    assert begun.err.splitlines() == [
+        f"phoenix-run: it goes on in the background, and says what it has to say in {own}"
+    ]
 
     def states() -> list[str]:
         return [rank["state"] for rank in json.loads(ground.run("status", "--json").out)["ranks"]]
@@ -62,8 +66,23 @@ def test_a_detached_job_is_watched_read_and_stopped(ground: Ground, eventually: 
     again = ground.run("stop", name)
     assert (again.code, again.out) == (0, f"job {name} has ended already, exit code 143\n")
     folder = ground.home / "jobs" / name
-    assert "SIGTERM: stopping" in (folder / "logs/supervisor.err").read_text()
+    assert "SIGTERM: stopping" in own.read_text()
     ground.check_nothing_is_left(eventually, folder)
+
+
+def test_a_torch_that_takes_long_to_load_is_said_to(ground: Ground, eventually: Eventually) -> None:
+    slow = ground.folder / "slow"
+    shutil.copytree(STUB, slow)
+    with (slow / "torch/__init__.py").open("a") as file:
+        file.write("import os, threading\nwhile not os.path.exists('go'):\n    threading.Event().wait(0.01)\n")
+    begun = ground.run("--detach", "--nodes", 2, ground.script(PATIENT), env={"PYTHONPATH": str(slow)})
+    own = ground.home / "jobs" / begun.out.strip() / "logs/supervisor.err"
+    eventually(lambda: "phoenix-run: loading torch and the script's imports on 2 nodes ..." in own.read_text(), 20)
+    for name in ("go", "finish"):
+        (ground.folder / name).touch()
+    eventually(lambda: json.loads(ground.run("status", "--json").out)["exit_code"] == 0, 30)
+    assert own.read_text().count("loading torch") == 1
+    ground.check_nothing_is_left(eventually, own.parent.parent)
 
 
 def test_a_detached_job_outlives_the_terminal_it_came_from(ground: Ground, eventually: Eventually) -> None:
@@ -133,7 +152,9 @@ def test_a_second_ctrl_c_shortens_the_wait_and_a_third_ends_it(ground: Ground, e
         screen.expect("workers have up to 30 s")
         asked = time.monotonic()
         screen.sendintr()
+        screen.expect("SIGINT again: workers have 3 s\r\n")
         screen.sendintr()
+        screen.expect("SIGINT again: killing at once\r\n")
         screen.expect(pexpect.EOF)
         screen.close()
         assert screen.exitstatus == 130

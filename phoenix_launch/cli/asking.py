@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from phoenix_launch.errors import PhoenixError
-from phoenix_launch.records.folders import JobFolder, KeyKind, is_running
+from phoenix_launch.records.folders import JobFolder, KeyKind, is_here
 from phoenix_launch.status import JobState, JobStatus, decode_status
 from phoenix_launch.timeouts import timeout
 
@@ -41,7 +41,7 @@ def current_status(folder: JobFolder) -> JobStatus:
         try:
             answer = ask(folder, "status", StatusRequest())
         except PhoenixError:
-            if is_running(folder.read_record()):
+            if folder.is_running():  # else it ended meanwhile, and its keys are gone
                 raise
         else:
             if isinstance(answer, StatusReply):
@@ -53,4 +53,17 @@ def current_status(folder: JobFolder) -> JobStatus:
 def last_status(folder: JobFolder) -> JobStatus:
     """What is known of a job whose supervisor is gone."""
     saved = folder.read_status() or JobStatus(job=folder.job, state=JobState.ORPHANED)
-    return saved if saved.state.final else msgspec.structs.replace(saved, state=JobState.ORPHANED)
+    if saved.state.final:
+        return saved
+    return msgspec.structs.replace(saved, state=JobState.ORPHANED, reason=_why_orphaned(folder))
+
+
+def _why_orphaned(folder: JobFolder) -> str:
+    record = folder.read_record()
+    patience = float(record.settings.get("orphan_timeout", timeout("orphan")))
+    if is_here(record):
+        return f"supervisor is gone (pid {record.pid} died); its nodes end by themselves {patience:g} s after that"
+    return (
+        f"supervisor cannot be reached (pid {record.pid} on {record.hostname}); "
+        f"if it is gone, its nodes end by themselves {patience:g} s after that"
+    )

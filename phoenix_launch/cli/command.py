@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -25,6 +24,10 @@ VERBS: Final = {  # and the first line of each verb's docstring, so that the hel
     "completion": "Print the completion script of a shell: bash, zsh or fish.",
 }
 HELP_WIDTH: Final = 110
+_LEGACY: Final = {  # options of `python -m torch.distributed.launch`, which torchrun does not have either
+    "--use-env": "leave it out: as with torchrun, workers find LOCAL_RANK in their environment",
+    "--local-rank": "the script gets no --local-rank: as with torchrun, it reads LOCAL_RANK from its environment",
+}
 _SETTINGS: Final[dict[str, Any]] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": HELP_WIDTH,
@@ -59,8 +62,16 @@ def job_argument() -> click.Argument:
     return click.Argument(["job"], required=False, default="")
 
 
+_EXAMPLES: Final = {  # what to type where a word or a value is missing
+    "inject-fault": "phoenix-run inject-fault kill-worker --rank 0",
+    "completion": 'eval "$(phoenix-run completion bash)"',
+}
+
+
 def nearest(word: str, known: list[str]) -> str:
     """The one that `word` begins, or is likely to mean; empty when there is none."""
+    import difflib  # only for a mistake
+
     begun = [name for name in known if name.startswith(word)]
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return begun[0] if len(begun) == 1 else (close or begun or [""])[0]
@@ -72,6 +83,14 @@ def usage_error(error: click.UsageError, name: str, command: Command) -> UsageEr
     if isinstance(error, click.NoSuchOption):
         option = error.option_name.replace("_", "-")
         meant = nearest(option, command.flags())
-        return UsageError(f"there is no option {option}", hint=f"did you mean {meant}?" if meant else hint)
+        hint = _LEGACY.get(option) or (f"did you mean {meant}?" if meant else hint)
+        return UsageError(f"there is no option {option}", hint=hint)
+    if isinstance(error, click.MissingParameter) and (example := _EXAMPLES.get(command.name or "")):
+        hint = f"for example {example}"
+    elif isinstance(error, click.BadOptionUsage):
+        value = next((str(p.metavar or "") for p in command.params if error.option_name in p.opts), "")
+        hint = f"give it one: {error.option_name} {value}" if value else f"write {error.option_name} alone"
+    elif error.ctx is not None and "extra argument" in error.message:
+        hint = f"leave it out: {' '.join(error.ctx.get_usage().split()).removeprefix('Usage: ')}"
     text = " ".join(error.format_message().split()).rstrip(".")
     return UsageError(text[:1].lower() + text[1:], hint=hint)

@@ -14,6 +14,8 @@ from phoenix_launch.options.table import BY_FIELD
 FILES: Final = {"bash": "phoenix-run.bash", "zsh": "_phoenix-run", "fish": "phoenix-run.fish"}
 _JOBS: Final = '"${PHOENIX_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/phoenix}/jobs"'
 _WITH_JOB: Final = ("status", "logs", "stop")  # JOB is their argument
+_THEN_JOB: Final = ("inject-fault",)  # JOB follows the first argument
+_VALUE_OPTIONAL: Final = ("prune",)  # options that also stand alone
 _WITH_OPTIONS: Final = (DEFAULT_VERB, "config")  # SCRIPT and its arguments follow
 
 
@@ -63,6 +65,7 @@ _phoenix_run_jobs() {{
 
 _phoenix_run() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD - 1]}} verb=run first=1 position options
+    local typed=" ${{COMP_WORDS[*]:0:COMP_CWORD}} "
     COMPREPLY=()
     case ${{COMP_WORDS[1]}} in
         {verbs}) ((COMP_CWORD > 1)) && verb=${{COMP_WORDS[1]}} first=2 ;;
@@ -118,9 +121,7 @@ def _bash() -> str:
         if _words(option)
     ]
     options = [f'        {verb}) options="{" ".join(_flags(verb))}" ;;' for verb in VERBS]
-    arguments = [
-        f"        {verb}) {_COMPGEN.format(' '.join(_arguments(verb)))} ;;" for verb in VERBS if _arguments(verb)
-    ]
+    arguments = [line for verb in VERBS if _arguments(verb) for line in _bash_arguments(verb)]
     return _BASH.format(
         jobs=_JOBS,
         verbs=" | ".join(VERBS),
@@ -131,6 +132,22 @@ def _bash() -> str:
         with_job=" | ".join(_WITH_JOB),
         arguments="\n".join(arguments),
     )
+
+
+def _bash_arguments(verb: str) -> list[str]:
+    words = _COMPGEN.format(" ".join(_arguments(verb)))
+    if verb not in _THEN_JOB:
+        return [f"        {verb}) {words} ;;"]
+    jobs = _COMPGEN.format("$(_phoenix_run_jobs)")
+    seen = " | ".join(f'*" {word} "*' for word in _arguments(verb))
+    return [
+        f"        {verb})",
+        "            case $typed in",
+        f"                {seen}) {jobs} ;;",
+        f"                *) {words} ;;",
+        "            esac",
+        "            ;;",
+    ]
 
 
 def _flags(verb: str) -> list[str]:
@@ -202,9 +219,10 @@ def _zsh_option(option: click.Option) -> str:
     elif words := _words(option):
         value = f":value:({' '.join(words)})"
     else:
-        value = ":value:" + {"hostfile": "_files", "log_dir": "_files -/", "job": "_phoenix_run_jobs"}.get(
+        value = ":value:" + {"hostfile": "_files", "log_dir": "_files -/", "named": "_phoenix_run_jobs"}.get(
             option.name or "", ""
         )
+        value = ":" + value if option.name in _VALUE_OPTIONAL else value
     equals = "" if option.is_flag else "="
     described = _quoted(f"{repeat}{long}{equals}[{text}]{value}")
     shorts = [name for name in option.opts if not name.startswith("--")]
@@ -215,7 +233,8 @@ def _zsh_arguments(verb: str) -> list[str]:
     if verb in _WITH_JOB:
         return ["            '1:job:_phoenix_run_jobs'"]
     if words := _arguments(verb):
-        return [f"            '1:word:({' '.join(words)})'"]
+        job = ["            '2:job:_phoenix_run_jobs'"] if verb in _THEN_JOB else []
+        return [f"            '1:word:({' '.join(words)})'", *job]
     if verb in _WITH_OPTIONS:
         return ["            '1:script:_phoenix_run_start'", "            '*::argument:_files'"]
     return []
@@ -259,6 +278,10 @@ def _fish() -> str:
         if verb in _WITH_JOB:
             lines.append(f"{start} -f -a '(__phoenix_run_jobs)'")
         elif words := _arguments(verb):
+            if verb in _THEN_JOB:
+                seen = f"__fish_seen_subcommand_from {' '.join(words)}"
+                lines.append(f"{start[:-1]}; and {seen}' -f -a '(__phoenix_run_jobs)'")
+                start = f"{start[:-1]}; and not {seen}'"
             lines.append(f"{start} -f -a '{' '.join(words)}'")
         elif verb not in _WITH_OPTIONS:
             lines.append(f"{start} -f")
@@ -276,11 +299,11 @@ def _fish_option(option: click.Option) -> str:
     parts = []
     for name in option.opts:
         parts.append(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}")
-    if not option.is_flag:
+    if not option.is_flag and option.name not in _VALUE_OPTIONAL:
         parts.append("-r" if option.name in ("hostfile", "log_dir") else "-x")
     if words := _words(option):
         parts.append(f"-a '{' '.join(words)}'")
-    if option.name == "job":
+    if option.name == "named":
         parts.append("-a '(__phoenix_run_jobs)'")
     return " ".join([*parts, f"-d {_fish_quoted(_help(option))}"])
 

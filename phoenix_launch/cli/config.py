@@ -9,6 +9,7 @@ import click
 from phoenix_launch.cli.command import Command
 from phoenix_launch.cli.run_options import described, given, parameters
 from phoenix_launch.errors import EXIT_OK
+from phoenix_launch.options.nodes import check_nodes
 from phoenix_launch.options.resolution import Resolved, Source, resolve, settings_from
 from phoenix_launch.options.table import OPTIONS, Option
 from phoenix_launch.records.view import table
@@ -24,6 +25,7 @@ def config(script: str, args: tuple[str, ...], timeouts: bool, markdown: bool, *
     """
     resolved = resolve(given(params), os.environ)
     settings = settings_from(resolved, script, args, os.environ)
+    check_nodes(settings)
     rows: Rows
     if timeouts:
         heading, rows = ["TIMEOUT", "SECONDS", "OPTION", "MEANING"], _timeouts(settings)

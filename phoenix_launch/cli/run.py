@@ -59,6 +59,9 @@ def settings_of(script: str, args: tuple[str, ...], params: dict[str, object]) -
     settings = settings_from(resolve(given(params), os.environ), script, args, os.environ)
     if script and not os.path.exists(script) and (meant := nearest(script, list(VERBS))):
         raise UsageError(f"there is no script {script}", hint=f"did you mean `phoenix-run {meant}`?")
+    from phoenix_launch.options.nodes import check_nodes  # `--help` and completion have no need of host lists
+
+    check_nodes(settings)
     check_command(settings)
     return settings
 

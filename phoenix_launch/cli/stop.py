@@ -27,12 +27,12 @@ def stop(job: str) -> int:
     try:
         ask(folder, "control", StopRequest())
     except PhoenixError:
-        if not wait_for_end(record, 0.0):
+        if folder.is_running():
             raise
     if not _ended(record, _patience(record)):
         raise PhoenixError(
             f"job {record.job} was told to stop and has not ended within {_patience(record):g} s",
-            hint=f"see `phoenix-run status {record.job}`, or ask again",
+            hint=f"ask again to shorten the workers' time to end; `phoenix-run status {record.job}` shows who is left",
         )
     print(f"job {record.job} stopped, exit code {last_status(folder).exit_code}")
     return EXIT_OK
@@ -42,11 +42,15 @@ def _say_how_it_ended(folder: JobFolder) -> int:
     last = last_status(folder)
     if last.state is JobState.ORPHANED:
         raise PhoenixError(
-            f"the supervisor of job {folder.job} is gone: nobody can be asked",
-            hint="its nodes end by themselves after --orphan-timeout",
+            f"the supervisor of job {folder.job} is gone: nobody can be asked, and its nodes end by themselves",
+            hint=f"they are gone {_orphan_timeout(folder):g} s after its death (--orphan-timeout)",
         )
     print(f"job {folder.job} has ended already, exit code {last.exit_code}")
     return EXIT_OK
+
+
+def _orphan_timeout(folder: JobFolder) -> float:
+    return float(folder.read_record().settings.get("orphan_timeout", timeout("orphan")))
 
 
 def _patience(record: JobRecord) -> float:

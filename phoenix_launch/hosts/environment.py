@@ -36,6 +36,8 @@ TRANSFERRED: Final = (
     "TORCHINDUCTOR_*",
     "TORCHDYNAMO_*",
     "TORCHELASTIC_*",
+    "USE_LIBUV",
+    "LOGLEVEL",
     "TRITON_*",
     "OMP_*",
     "GOMP_*",

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from phoenix_launch.hosts.ssh_failures import Reason
 from phoenix_launch.messages import HostFacts, PeerProbe
+from phoenix_launch.wording import counted
 
 MIN_DISK: Final = 64 << 20  # bytes free where the logs go
 MIN_MEMORY: Final = 1 << 30  # bytes free; torch alone needs a good part of it
@@ -194,6 +195,6 @@ def _size(count: int) -> str:
 def failure_line(found: Sequence[Problem]) -> str:
     """The one line below the table."""
     nodes = {problem.node for problem in found}
-    many = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    many = counted(len(found), "problem")
     where = f"on {next(iter(nodes))}" if len(nodes) == 1 else f"on {len(nodes)} nodes"
     return f"the job did not start: {many} {where}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from phoenix_launch.errors import UsageError
 from phoenix_launch.hosts.lists import check_total, parse_hosts
+from phoenix_launch.wording import counted
 
 _KEYS = ("slots", "rack", "python", "spare")
 _LINE_HINT = "a line looks like: gpu07 slots=8 rack=a python=/opt/env/bin/python spare"
@@ -33,6 +34,8 @@ class NodeSpec:
     spare: bool = False
     group_rank: int = -1
     """GROUP_RANK as --node-rank fixes it; -1: any."""
+    log_dir: str = ""
+    """Where a host that joined wants its logs; empty: where the job's are."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
@@ -122,7 +125,7 @@ def _from_list(nodes: str, spares: str) -> tuple[list[_Entry], list[_Entry]]:
         count = _count(spares, "--spares", least=0)
         if count >= len(hosts):
             raise UsageError(
-                f"--spares {count} of {_hosts(len(hosts))} leaves none to train on",
+                f"--spares {count} of {counted(len(hosts), 'host')} leaves none to train on",
                 hint="with a host list, --spares N means its last N: name more hosts in --nodes",
             )
         _check_different(hosts)
@@ -152,7 +155,7 @@ def _from_file(entries: list[_Entry], nodes: str, spares: str) -> tuple[list[_En
         training = training[: len(training) - (len(pool) - len(marked))]
     if count > len(pool):
         raise UsageError(
-            f"--spares {count}, but the host file has only {_hosts(len(pool))} beyond those that train",
+            f"--spares {count}, but the host file has only {counted(len(pool), 'host')} beyond those that train",
             hint="add lines to the host file, or ask for fewer spares",
         )
     return training, pool[:count]
@@ -167,7 +170,7 @@ def _training(entries: list[_Entry], nodes: str) -> list[_Entry]:
     count = _count(nodes, "--nodes", least=1)
     if count > len(free):
         raise UsageError(
-            f"--nodes {count}, but the host file has only {_hosts(len(free))} that are not spares",
+            f"--nodes {count}, but the host file has only {counted(len(free), 'host')} that are not spares",
             hint="with a host file, --nodes N takes its first N hosts",
         )
     return free[:count]
@@ -269,7 +272,7 @@ def _check_slots(training: Sequence[_Entry], spares: Sequence[_Entry], nproc: in
         if slots is not None and slots < need:
             where = f"{entry.where}: " if "line" in entry.where else ""
             raise UsageError(
-                f"{where}the spare {entry.name} has {slots} slots, {largest.name}, which it may replace, has {need}",
+                f"{where}the spare {entry.name} has {counted(slots, 'slot')}, {largest.name}, which it may replace, has {need}",
                 hint=f"a spare needs as many slots as what it replaces: give it slots={need}",
             )
 
@@ -277,7 +280,3 @@ def _check_slots(training: Sequence[_Entry], spares: Sequence[_Entry], nproc: in
 def _nearest(word: str, known: Sequence[str] | dict[str, _Entry]) -> str:
     near = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f"did you mean {near[0]}?" if near else ""
-
-
-def _hosts(count: int) -> str:
-    return "1 host" if count == 1 else f"{count} hosts"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from phoenix_launch.errors import UsageError
 from phoenix_launch.job.state import State
 from phoenix_launch.messages import DrillKind
+from phoenix_launch.wording import ranks_named
 
 _HINT = 'for example --drill "kill-node --node 1 --after 20"'
 
@@ -107,6 +108,5 @@ def find_target(state: State, kind: DrillKind, rank: int, node: str) -> Target:
         raise UsageError(f"{member.name} is {member.state.value} already")
     if kind is DrillKind.KILL_WORKER:
         return Target(member.index, rank, f"rank {rank} on {member.name}")
-    ranks = [str(p.rank) for p in state.places if p.node == member.index]
-    held = f"ranks {', '.join(ranks)}" if ranks else "no ranks"
+    held = ranks_named([p.rank for p in state.places if p.node == member.index])
     return Target(member.index, -1, f"{member.name} ({held})")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from phoenix_launch.job.placement import RankPlace
 from phoenix_launch.job.state import Endpoint
 from phoenix_launch.messages import Generation
+from phoenix_launch.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ def job_wide_environment(
         threads = max(1, cores // max(1, workers_on_machine))
         added["OMP_NUM_THREADS"] = str(threads)
         remark = (
-            f"OMP_NUM_THREADS={threads} for each worker ({cores} cores for {workers_on_machine} workers); "
+            f"OMP_NUM_THREADS={threads} for each worker "
+            f"({counted(cores, 'core')} for {counted(workers_on_machine, 'worker')}); "
             "set it yourself to change it"
         )
     if "PYTHONHASHSEED" not in inherited:

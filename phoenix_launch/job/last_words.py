@@ -4,35 +4,63 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE
-from phoenix_launch.job.state import Outcome
+from phoenix_launch.job.state import Ended, Outcome, State
+from phoenix_launch.messages import OutputSettings, RankOrder
+from phoenix_launch.node.routes import STDERR, STDOUT, WorkerLabel, route
+from phoenix_launch.node.worker_setup import error_file
 
 TAIL_LINES = 30
 
 
-def summary(outcome: Outcome, logs: Path) -> str:
-    """The last lines on the screen. The worker's own words come last, nothing after them."""
-    stopped = outcome.cause is None and outcome.exit_code > EXIT_SIGNAL_BASE  # which was said when it was asked for
+def verdict(outcome: Outcome) -> str:
+    """How the job ends and why, for every screen; empty when it ended well, or was stopped, which was said then."""
+    stopped = outcome.cause is None and outcome.exit_code > EXIT_SIGNAL_BASE
     if outcome.exit_code == EXIT_OK or stopped:
         return ""
-    lines = [f"phoenix-run: the job ends with exit code {outcome.exit_code}: {outcome.text}"]
-    if outcome.hint:
-        lines.append(f"  hint: {outcome.hint}")
-    cause = outcome.cause
-    if cause is None:
-        return "\n".join(lines)
+    text = f"phoenix-run: the job ends with exit code {outcome.exit_code}: {outcome.text}"
+    return f"{text}\n  hint: {outcome.hint}" if outcome.hint else text
+
+
+def summary(outcome: Outcome, files: Mapping[str, str] | None = None, shown: str = "") -> str:
+    """The last lines on the screen. The worker's own words come last, nothing after them.
+
+    Args:
+        files: where more about the worker to blame stands, by what it is.
+        shown: what its stderr showed on the screen, when no other worker has written there since. What stands there
+            already is not shown again, but for its last line.
+    """
+    said, cause = verdict(outcome), outcome.cause
+    if not said or cause is None:
+        return said
+    lines = [said]
     if cause.report.oom_killed:
         lines.append("  the kernel's out-of-memory killer ended it (its cgroup counts the kill)")
-    lines.append(f"  logs: {logs}")
-    tail = cause.report.tail.splitlines()[-TAIL_LINES:]
-    if tail:
-        lines.append(f"  last lines of rank {cause.rank}'s stderr:")
-        lines += tail
-    else:
+    lines += [f"  {what}: {where}" for what, where in (files or {}).items()]
+    tail = cause.report.tail.rstrip().splitlines()[-TAIL_LINES:]
+    if not tail:
         lines.append(f"  rank {cause.rank} wrote nothing to stderr")
+    elif len(tail) > 1 and shown.rstrip().splitlines()[-len(tail) :] == tail:
+        lines += [f"  last line of rank {cause.rank}'s stderr, which stands above:", tail[-1]]
+    else:
+        lines += [f"  last line{'s' * (len(tail) > 1)} of rank {cause.rank}'s stderr:", *tail]
     return "\n".join(lines)
+
+
+def files_about(cause: Ended, state: State, output: OutputSettings, where: str = "") -> dict[str, str]:
+    """The log and the error file of the worker to blame. `where`: what to add to a path that is of another host."""
+    place = next(place for place in state.places if place.rank == cause.rank)
+    label = WorkerLabel(cause.rank, place.local_rank, state.generation, state.attempt)
+    log = route(output, label, STDERR if cause.report.tail else STDOUT).log
+    files = {"log": f"{log}{where}"} if log else {}
+    if cause.report.error and output.files:
+        order = RankOrder(cause.rank, place.local_rank, {})
+        path = error_file(output, Path(), order, state.generation, state.attempt)
+        files["error file"] = f"{path}{where}"
+    return files
 
 
 def error_document(outcome: Outcome) -> str:

@@ -7,6 +7,7 @@ import enum
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from phoenix_launch.errors import UsageError
 from phoenix_launch.hosts.environment import is_text
@@ -15,6 +16,10 @@ from phoenix_launch.settings import RunSettings, check_timeouts
 
 Given = str | bool | Sequence[str]
 JOB_KEY = "PHOENIX_JOB_KEY"
+UNSUPPORTED: Final[Mapping[str, str]] = {  # variables that torchrun itself acts upon
+    "TORCHELASTIC_ENABLE_FILE_TIMER": "no timer watches over the workers, and they get no TORCHELASTIC_TIMER_FILE",
+    "TORCHELASTIC_HEALTH_CHECK_PORT": "nobody listens there; `phoenix-run status --json` says how the job is",
+}
 
 
 class Source(enum.Enum):
@@ -132,6 +137,9 @@ def _remarks(settings: RunSettings, environ: Mapping[str, str]) -> tuple[str, ..
         remarks.append(f"--logs-specs {settings.logs_specs} has no effect: logs are laid out as the README says")
     if settings.event_log_handler != "null":
         remarks.append("--event-log-handler has no effect: events are in the job's events.jsonl")
+    remarks += [
+        f"{name} has no effect: {why}" for name, why in UNSUPPORTED.items() if environ.get(name) not in (None, "", "0")
+    ]
     return tuple(remarks)
 
 

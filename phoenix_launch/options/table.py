@@ -121,6 +121,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("join-timeout", _F, _OWN, v.SECONDS, "How long to wait for the hosts of --nnodes."),
     Option("exit-code", _F, _OWN, v.one_of("phoenix", "worker"),
            "End with our own codes, or with that of the worker that failed first."),
+    Option("rehearse", _F, _OWN, v.COUNT,
+           "Abort, repair and repeat the first N steps of run_step, and name what is not the same the second time."),
     Option("allow-drills", _F, _OWN, v.SWITCH, "Let `phoenix-run inject-fault` harm this job."),
     Option("drill", _F, _OWN, v.DRILL,
            'Harm the job by plan, such as "kill-node --node 1 --after 20" (seconds); may be repeated.',

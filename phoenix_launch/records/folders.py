@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,6 +113,8 @@ class JobFolder:
     def remove_unstarted(self) -> None:
         """Remove it when nothing was ever recorded: there is no job to look at."""
         if not (self.path / "job.json").exists():
+            import shutil
+
             shutil.rmtree(self.path, ignore_errors=True)
 
     @property
@@ -166,6 +166,31 @@ class JobFolder:
                 hint="only the user who started a job can talk to it",
             ) from None
 
+    def remove_client_keys(self) -> None:
+        """The job has ended and said so: they open nothing any more."""
+        import shutil
+
+        shutil.rmtree(self._keys, ignore_errors=True)
+
+    def remove(self) -> None:
+        import shutil
+
+        try:
+            shutil.rmtree(self.path)
+        except FileNotFoundError:
+            return  # somebody else was quicker
+        except OSError as error:
+            raise PhoenixError(
+                f"{self.path} cannot be removed: {error.strerror or error}", hint=f"remove {self.path} yourself"
+            ) from None
+
+    def ended_at(self) -> float | None:
+        """Unix seconds; None for a job that did not say how it ended: it runs, or nobody knows what is left of it."""
+        status = self.read_status()
+        if status is None or not status.state.final:
+            return None
+        return status.as_of or (self.path / "status.json").stat().st_mtime
+
     def is_running(self) -> bool:
         """Whether its supervisor lives and has not said that the job is over."""
         status = self.read_status()
@@ -187,14 +212,21 @@ def _not_writable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot write {path}: {error.strerror or error}", hint=_HINT)
 
 
+def is_here(record: JobRecord) -> bool:
+    """Whether the supervisor was started on this host."""
+    return record.hostname == os.uname().nodename
+
+
 def is_running(record: JobRecord) -> bool:
     """Whether the supervisor of a job lives. On another host (a shared home): whether its port can be reached."""
-    if record.hostname == socket.gethostname():
+    if is_here(record):
         return processes.is_running(record.pid, record.start_time)
     host, _, port = record.control_endpoint.rpartition("/")[2].rpartition(":")
     host = host.strip("[]")
     if host in ("", "127.0.0.1", "::1", "localhost"):
         return False  # its loopback, not ours
+    import socket  # takes long to load, and is needed for other hosts only
+
     try:
         socket.create_connection((host, int(port)), timeout("probe")).close()
     except (OSError, ValueError):
@@ -205,7 +237,7 @@ def is_running(record: JobRecord) -> bool:
 def wait_for_end(record: JobRecord, seconds: float) -> bool:
     """Wait until the supervisor of a job has ended, at most `seconds`; whether it has."""
     found = processes.look_up(record.pid)
-    if record.hostname == socket.gethostname() and found is not None:
+    if is_here(record) and found is not None:
         if processes.is_running(record.pid, record.start_time):
             processes.wait_for_exit([found], seconds)
     elif is_running(record):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from phoenix_launch.status import JobStatus, NodeStatus, RankStatus
+import msgspec
+
+from phoenix_launch.status import JobState, JobStatus, NodeStatus, RankStatus
+from phoenix_launch.wording import rank_ranges
 
 RANKS_SHOWN: Final = 32  # more ranks than this are summed up by node
+NARROWEST: Final = 16  # columns that are left to a command, however long the name of its job is
+_HALF_A_YEAR: Final = 182 * 86400.0
 
 
-@dataclass(frozen=True, slots=True)
-class JobLine:
+class JobLine(msgspec.Struct, frozen=True):
     """One row of `phoenix-run jobs`."""
 
     job: str
@@ -22,14 +26,16 @@ class JobLine:
     created: float
     exit_code: int | None
     nodes: int
-    argv: tuple[str, ...]
+    command: str
 
 
 def status_text(status: JobStatus) -> str:
     """The job, its nodes, its ranks."""
     parts = [_headline(status)]
-    if status.reason:
+    if status.reason and not status.stopped_by:
         parts.append(status.reason)
+    if status.state is JobState.ORPHANED and (status.nodes or status.ranks):
+        parts.append(f"last seen{_clock(status.as_of)}:")
     if status.nodes:
         parts.append(_nodes(status))
     if status.ranks and len(status.ranks) <= RANKS_SHOWN:
@@ -37,16 +43,51 @@ def status_text(status: JobStatus) -> str:
     return "\n".join(parts)
 
 
-def jobs_text(lines: Sequence[JobLine]) -> str:
-    """All jobs, oldest first."""
+def state_word(status: JobStatus) -> str:
+    """For people: a job that was stopped did not fail."""
+    return "stopped" if status.stopped_by else status.state.value
+
+
+def jobs_text(lines: Sequence[JobLine], now: float, columns: int = 0) -> str:
+    """In the order in which they come. `columns`: how wide the screen is; 0: nothing is cut."""
     if not lines:
         return "no jobs"
     rows = [
         (line.job, line.state, "" if line.exit_code is None else str(line.exit_code), str(line.nodes or ""),
-         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.created)), " ".join(line.argv)[:60])
+         _day(line.created, now), line.command)
         for line in lines
     ]  # fmt: skip
-    return table(("JOB", "STATE", "EXIT", "NODES", "STARTED", "COMMAND"), rows)
+    text = table(("JOB", "STATE", "EXIT", "NODES", "STARTED", "COMMAND"), rows)
+    if not columns:
+        return text
+    width = max(columns, text.index("COMMAND") + NARROWEST)
+    return "\n".join(line if len(line) <= width else line[: width - 3] + "..." for line in text.split("\n"))
+
+
+def command_shown(script: str, args: Sequence[str], argv: Sequence[str]) -> str:
+    """`train.py --lr 3  (--nodes 2)`: what was run and with which words; then the options, without the launcher's path."""
+    options = list(argv[1:])
+    if script and options[len(options) - 1 - len(args) :] == [script, *args]:
+        options = options[: len(options) - 1 - len(args)]
+        if options[-1:] == ["--"]:
+            del options[-1]
+    else:
+        args = ()  # nothing is said twice
+    if options[:1] == ["run"]:
+        del options[0]
+    started = " ".join([script.rpartition("/")[2], shlex.join(args)]).strip()
+    text = f"{started}  ({shlex.join(options)})" if options and started else started or shlex.join(options)
+    return text.replace("\n", " ")
+
+
+def _day(at: float, now: float) -> str:
+    """As `ls` has it: the time of day only where it still matters."""
+    recent = 0 <= now - at < _HALF_A_YEAR
+    return time.strftime("%b %d %H:%M" if recent else "%b %d  %Y", time.localtime(at))
+
+
+def _clock(at: float | None) -> str:
+    return "" if at is None else time.strftime(" %H:%M:%S", time.localtime(at))
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -58,19 +99,9 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-
-
 def _headline(status: JobStatus) -> str:
-    words = [f"job {status.job}", status.state.value, f"generation {status.generation}"]
+    state = f"stopped by {status.stopped_by}" if status.stopped_by else status.state.value
+    words = [f"job {status.job}", state, f"generation {status.generation}"]
     if status.step is not None:
         words.append(f"step {status.step}")
     if status.goodput is not None:
@@ -113,4 +144,7 @@ def _ranks(ranks: Sequence[RankStatus]) -> str:
         (str(rank.rank), rank.node, str(rank.pid or ""), rank.state, "" if rank.step is None else str(rank.step))
         for rank in sorted(ranks, key=lambda rank: rank.rank)
     ]
-    return table(("RANK", "NODE", "PID", "STATE", "STEP"), rows)
+    heading = ("RANK", "NODE", "PID", "STATE", "STEP")
+    if all(rank.step is None for rank in ranks):  # the script does not report it
+        return table(heading[:-1], [row[:-1] for row in rows])
+    return table(heading, rows)

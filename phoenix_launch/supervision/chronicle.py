@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from phoenix_launch.bus import BusCounters
-from phoenix_launch.errors import EXIT_OK, PhoenixError
+from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.events import Action
-from phoenix_launch.job.last_words import summary
-from phoenix_launch.job.state import NodeState, Outcome, Phase, State
-from phoenix_launch.messages import Generation, NodeReport, ProcessState, RankReport
+from phoenix_launch.job.last_words import files_about, summary
+from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, State
+from phoenix_launch.messages import Generation, NodeReport, OutputSettings, ProcessState, RankReport
 from phoenix_launch.records.folders import JobFolder, settings_document
 from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState, JobStatus, Move, NodeStatus, RankStatus, SwapStatus
 from phoenix_launch.supervision.console import Console
+from phoenix_launch.wording import counted, ranks_named
 
+KEPT_SECONDS: Final = 5.0  # status.json is never older than this while the job runs
 RESTART_RUNG = 2  # workers are forked again; the script comes back from its own checkpoint
 
 
@@ -46,12 +53,15 @@ class Chronicle:
     names: dict[int, str] = field(default_factory=dict)
     last_swap: SwapStatus | None = None
     counters: BusCounters = field(default_factory=BusCounters)  # the bus counts, status tells
+    outputs: dict[int, OutputSettings] = field(default_factory=dict)  # where the output of each node's workers goes
     _seen_workers: set[tuple[int, Generation]] = field(default_factory=set)
     _seen_parked: set[int] = field(default_factory=set)
     _lost: list[int] = field(default_factory=list)  # ranks lost since the last generation ran
     _fault_at: float = 0.0
     _repair: _Repair | None = None
     _unsaved: bool = False  # said once
+    _started_anew: bool = False  # a worker whose pid is not in status.json yet
+    _saved_at: float = 0.0
 
     @classmethod
     def open(cls, folder: JobFolder, console: Console, hosts: list[str], settings: RunSettings) -> Chronicle:
@@ -63,9 +73,9 @@ class Chronicle:
     def started(self, specs: tuple[NodeSpec, ...], settings: RunSettings, logs: Path) -> None:
         training = settings.nnodes[1] if settings.joins else sum(not spec.spare for spec in specs)
         spares = sum(spec.spare for spec in specs)
-        with_spares = f" and {spares} spare node{'s' * (spares != 1)}" if spares else ""
+        with_spares = f" and {counted(spares, 'spare node')}" if spares else ""
         self.console.say(
-            f"phoenix-run: job {self.folder.job}: {training} node{'s' * (training != 1)} x {settings.nproc_per_node} "
+            f"phoenix-run: job {self.folder.job}: {counted(training, 'node')} x {settings.nproc_per_node} "
             f"worker{'s' * (settings.nproc_per_node != '1')}{with_spares}; logs in {logs}"
         )
         self.journal.write(
@@ -83,17 +93,25 @@ class Chronicle:
         status = self.status(state)
         self._save(
             JobStatus(
-                job=status.job, state=JobState.FAILED, nodes=status.nodes, exit_code=error.exit_code,
-                reason=error.message,
+                job=status.job, state=JobState.FAILED, nodes=_parted(status.nodes), exit_code=error.exit_code,
+                reason=error.message, as_of=status.as_of,
             )
         )  # fmt: skip
 
-    def finished(self, state: State, outcome: Outcome, logs: Path) -> None:
+    def finished(self, state: State, outcome: Outcome) -> None:
         self.journal.write("job_finished", state.generation, exit_code=outcome.exit_code, steps=None, goodput=None)
         self._save(self.status(state))
-        text = summary(outcome, logs)
-        if text:
+        cause = outcome.cause
+        shown = self.console.last.of(cause.rank, state.generation) if cause else ""
+        if text := summary(outcome, self._files_about(cause, state) if cause else {}, shown):
             self.console.say(text)
+
+    def _files_about(self, cause: Ended, state: State) -> dict[str, str]:
+        output = self.outputs.get(cause.node)
+        if output is None:
+            return {}
+        here = self.hosts.get(cause.node) == ""
+        return files_about(cause, state, output, "" if here else f" on {state.members[cause.node].name}")
 
     # --- as it happens ---
 
@@ -104,11 +122,17 @@ class Chronicle:
             key = (rank.rank, rank.generation)
             if rank.pid and key not in self._seen_workers:
                 self._seen_workers.add(key)
+                self._started_anew = True
                 self.journal.write("worker_started", rank.generation, node=name, rank=rank.rank, pid=rank.pid)
         for pid in report.parked_pids:
             if pid not in self._seen_parked:
                 self._seen_parked.add(pid)
                 self.journal.write("spare_parked", report.applied, node=name, pid=pid)
+
+    def keep(self, state: State, now: float) -> None:
+        """Save the status now and then: it is all that is known of the job once the supervisor is killed."""
+        if state.phase is not Phase.FINISHED and (self._started_anew or now - self._saved_at >= KEPT_SECONDS):
+            self._save(self.status(state))
 
     def drill(self, kind: str, target: str, state: State) -> None:
         self.console.say(f"phoenix-run: drill: {kind} {target}")
@@ -126,7 +150,7 @@ class Chronicle:
                     self._repair = _Repair(
                         generation, tuple(sorted(set(self._lost))), moves, self._fault_at or now, now
                     )
-                    targets = ", ".join(f"rank {m.rank} {m.from_node} -> {m.to_node}" for m in moves)
+                    targets = _targets(moves)
                     self.console.say(f"phoenix-run: restarting all workers ({generation}){targets and ': '}{targets}")
             case job_events.GenerationRuns(generation):
                 self._runs(generation, now)
@@ -140,11 +164,11 @@ class Chronicle:
         name = state.members[fault.node].name
         self._fault_at = self._fault_at or now
         self._lost += fault.ranks
-        ranks = ", ".join(str(rank) for rank in fault.ranks) or "none"
+        ranks = ranks_named(fault.ranks)
         if fault.kind == "worker":
-            text = f"rank {ranks} on {name} {fault.detail}"
+            text = f"{ranks} on {name} {fault.detail}"
         else:
-            text = f"{name} is lost ({fault.detail}); ranks there: {ranks}"
+            text = f"{name} is lost ({fault.detail}), {ranks} with it"
         self.console.say(f"phoenix-run: {text}")
         self.journal.write(
             "fault", state.generation, kind=fault.kind, node=name, ranks=list(fault.ranks), detail=fault.detail
@@ -186,10 +210,12 @@ class Chronicle:
             generation=state.generation.n,
             step=min(steps) if steps else None,
             exit_code=outcome.exit_code if outcome else None,
-            nodes=self._nodes(state),
+            nodes=_parted(self._nodes(state)) if outcome else self._nodes(state),
             ranks=ranks,
             last_swap=self.last_swap,
             reason=outcome.text if outcome else "",
+            stopped_by=_signal(outcome),
+            as_of=time.time(),
             restarts=state.restarts_used,
             dropped_messages=self.counters.dropped,
             strangers=self.counters.strangers,
@@ -224,12 +250,37 @@ class Chronicle:
         )
 
     def _save(self, status: JobStatus) -> None:
+        self._started_anew, self._saved_at = False, time.monotonic()
         try:
             self.folder.write_status(status)
         except PhoenixError as error:
             if not self._unsaved:
                 self.console.say(f"phoenix-run: {error.message}")
             self._unsaved = True
+
+
+def _parted(nodes: tuple[NodeStatus, ...]) -> tuple[NodeStatus, ...]:
+    """As they are when the job has ended: those that were there to the end have left."""
+    return tuple(
+        node if node.state == NodeState.LOST.value else msgspec.structs.replace(node, state="left", spares=0)
+        for node in nodes
+    )
+
+
+def _signal(outcome: Outcome | None) -> str:
+    """The name of the signal that stopped the job; empty when it ended by itself."""
+    if outcome is None or outcome.cause is not None or outcome.exit_code <= EXIT_SIGNAL_BASE:
+        return ""
+    number = outcome.exit_code - EXIT_SIGNAL_BASE
+    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+
+
+def _targets(moves: Iterable[Move]) -> str:
+    """`ranks 2-3 node1 -> node2`, once for each pair of nodes."""
+    pairs: dict[tuple[str, str], list[int]] = {}
+    for move in moves:
+        pairs.setdefault((move.from_node, move.to_node), []).append(move.rank)
+    return ", ".join(f"{ranks_named(ranks)} {source} -> {to}" for (source, to), ranks in pairs.items())
 
 
 def _job_state(state: State) -> JobState:

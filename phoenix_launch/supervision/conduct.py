@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from phoenix_launch import __version__
-from phoenix_launch.bus import Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.bus import KeyPair, Peer, PeerKind, SupervisorBus, new_key_pair
 from phoenix_launch.errors import StartError
 from phoenix_launch.hosts import preflight
 from phoenix_launch.hosts.facts import package_version, script_digest
+from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import membership
 from phoenix_launch.job.drills import parse_plan
 from phoenix_launch.job.environment import JobIdentity
 from phoenix_launch.job.last_words import write_error_file
 from phoenix_launch.job.state import Rules
+from phoenix_launch.messages import AgentBootstrap
 from phoenix_launch.node.arrival import EVERYWHERE
 from phoenix_launch.node.runtime_folder import make_runtime_folder
 from phoenix_launch.processes import start_time
@@ -36,12 +38,13 @@ from phoenix_launch.records.folders import (
 from phoenix_launch.settings import RunSettings, timeout
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
+from phoenix_launch.supervision.guests import Guests
 from phoenix_launch.supervision.muster import Muster
 from phoenix_launch.supervision.opening import TERM, Job, bootstrap, command_of
 from phoenix_launch.supervision.preparation import Preparation
 from phoenix_launch.supervision.reception import Reception
 from phoenix_launch.supervision.signals import SignalPipe
-from phoenix_launch.supervision.supervisor import Supervisor, allow_commands
+from phoenix_launch.supervision.supervisor import Supervisor
 
 LOOPBACK = "127.0.0.1"
 
@@ -96,11 +99,13 @@ def _run_on(
         finally:
             supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
             signals.close()
-        chronicle.finished(supervisor.state, outcome, job.logs)
+        chronicle.finished(supervisor.state, outcome)
+        job.folder.remove_client_keys()
         write_error_file(job.environ.get("TORCHELASTIC_ERROR_FILE", ""), outcome)
         return outcome.exit_code
     except StartError as error:
         chronicle.refused(supervisor.state, error)
+        job.folder.remove_client_keys()
         raise
     finally:
         console.finish(timeout("exit_output"))
@@ -123,27 +128,17 @@ def _supervisor(
     runtime: Path,
 ) -> Supervisor:
     settings = job.settings
-    seats = job.joining.seats if job.joining else None
     status, control = new_key_pair(), new_key_pair()
-    allow_commands(bus, status.public, control.public)
+    bus.allow(status.public, Peer(PeerKind.STATUS))
+    bus.allow(control.public, Peer(PeerKind.CONTROL))
     job.folder.write_client_keys("status", ClientKeys(status.public, status.secret))
     job.folder.write_client_keys("control", ClientKeys(control.public, control.secret))
-    training = sum(not spec.spare for spec in job.specs)
-    rules = Rules(
-        seats_min=seats[0] if seats else training,
-        seats_max=seats[1] if seats else training,
-        max_restarts=settings.max_restarts,
-        max_failures_per_host=settings.max_failures_per_host,
-        heartbeat_timeout=settings.heartbeat_timeout,
-        probe_timeout=timeout("probe"),
-        join_timeout=settings.join_timeout,
-        spare_timeout=settings.spare_timeout,
-        start_timeout=timeout("fork_server") + timeout("park"),
-        shutdown_timeout=settings.shutdown_timeout,
-        teardown_timeout=timeout("reap") + timeout("drain_output"),
-        worker_exit_code=settings.exit_code == "worker",
-        master_port=settings.master_port or 0 if not settings.standalone and not seats else 0,
-    )
+
+    def made(spec: NodeSpec, incarnation: str, keys: KeyPair) -> AgentBootstrap:
+        given = bootstrap(job, bus, spec, incarnation, keys)
+        chronicle.outputs[spec.index] = given.output
+        return given
+
     muster = Muster(
         bus=bus,
         expected=_expected(job),
@@ -151,7 +146,7 @@ def _supervisor(
         python=sys.executable,
         ssh=settings.ssh,
         control_folder=str(runtime),
-        bootstrap=lambda spec, incarnation, keys: bootstrap(job, bus, spec, incarnation, keys),
+        bootstrap=made,
     )
     wide = Preparation(job, muster)
     reception = Reception(
@@ -173,11 +168,32 @@ def _supervisor(
             max_restarts=settings.max_restarts,
             signals=settings.signals_to_handle,
         ),
-        state=membership.start(rules, TERM, time.monotonic()),
-        prepare=lambda recruit: wide.prepare(recruit, console.say),
-        join=reception.answer if job.joining else None,
+        state=membership.start(_rules(job), TERM, time.monotonic()),
+        prepare=lambda recruit, state, now: wide.prepare(recruit, state, now, console.say),
+        guests=Guests(bus, reception.answer if job.joining else None),
         drills=[parse_plan(text) for text in settings.drills],
         drills_allowed=settings.allow_drills or bool(settings.drills),
+    )
+
+
+def _rules(job: Job) -> Rules:
+    settings = job.settings
+    seats = job.joining.seats if job.joining else None
+    training = sum(not spec.spare for spec in job.specs)
+    return Rules(
+        seats_min=seats[0] if seats else training,
+        seats_max=seats[1] if seats else training,
+        max_restarts=settings.max_restarts,
+        max_failures_per_host=settings.max_failures_per_host,
+        heartbeat_timeout=settings.heartbeat_timeout,
+        probe_timeout=timeout("probe"),
+        join_timeout=settings.join_timeout,
+        spare_timeout=settings.spare_timeout,
+        start_timeout=timeout("fork_server") + timeout("park"),
+        shutdown_timeout=settings.shutdown_timeout,
+        teardown_timeout=timeout("reap") + timeout("drain_output"),
+        worker_exit_code=settings.exit_code == "worker",
+        master_port=settings.master_port or 0 if not settings.standalone and not seats else 0,
     )
 
 

@@ -18,9 +18,10 @@ from typing import Final
 import zmq
 
 from phoenix_launch.job.last_output import StreamKey
-from phoenix_launch.messages import FromOutput, OutputChunk, OutputEnd
+from phoenix_launch.messages import NO_GENERATION, FromOutput, Generation, OutputChunk, OutputEnd
 
 _STDOUT, _STDERR = 1, 2
+KEPT: Final = 16 << 10  # bytes of what was shown last; a worker's last words are no longer
 TURN: Final = 32  # messages that are shown before our own lines get their turn
 END_SECONDS: Final = 1.0  # for the thread to end once a terminal was given up
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -32,6 +33,23 @@ def with_prefix(data: bytes, prefix: str) -> bytes:
         return data
     head = prefix.encode()
     return b"".join(head + line + b"\n" for line in data.removesuffix(b"\n").split(b"\n"))
+
+
+@dataclass(frozen=True, slots=True)
+class LastShown:
+    """What one worker wrote to stderr, as far as no other has written to the same screen since."""
+
+    writer: tuple[int, Generation]  # its rank
+    data: bytes
+
+    def followed_by(self, writer: tuple[int, Generation], data: bytes) -> LastShown:
+        return LastShown(writer, (self.data + data if writer == self.writer else data)[-KEPT:])
+
+    def of(self, rank: int, generation: Generation) -> str:
+        return self.data.decode(errors="replace") if self.writer == (rank, generation) else ""
+
+
+NOTHING_SHOWN: Final = LastShown((-1, NO_GENERATION), b"")
 
 
 @dataclass
@@ -46,6 +64,7 @@ class Console:
     ended: dict[StreamKey, None] = field(default_factory=dict)  # shown to the end; the thread adds, anybody looks
     written: int = 0  # bytes, the same
     stuck: bool = False  # nothing more can be written at the moment, the same
+    last: LastShown = NOTHING_SHOWN  # the same
     _own: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
     _broken: set[int] = field(default_factory=set)
     _full: set[int] = field(default_factory=set)  # descriptors whose disk took the last write not, or not whole
@@ -115,6 +134,10 @@ class Console:
         if not prefix and self.labels:
             prefix = f"{chunk.node}:{chunk.rank}| "
         self._write(self.err if chunk.stream == _STDERR else self.out, with_prefix(chunk.data, prefix))
+        if chunk.stream == _STDERR and self.err not in self._broken:
+            self.last = self.last.followed_by((chunk.rank, chunk.generation), chunk.data)
+        elif not self._apart and self.last is not NOTHING_SHOWN:
+            self.last = NOTHING_SHOWN
 
     def _take_own(self) -> None:
         self._hush()

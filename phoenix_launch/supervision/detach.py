@@ -10,13 +10,14 @@ from pathlib import Path
 from phoenix_launch.errors import PhoenixError
 
 _STARTED = b"started"
+_OUT, _ERR = "supervisor.out", "supervisor.err"
 
 
 def detached(run: Callable[[Callable[[], None]], int], job: str, logs: Path) -> int:
     """Run `run(started)` in a process of its own; returns 0 once it called `started`, else its exit code.
 
     Must be called before any thread or socket exists. What the supervisor would say on the terminal goes to
-    supervisor.out and supervisor.err in the job's logs.
+    supervisor.out and supervisor.err in the job's logs. stdout gets the job's id and nothing else.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -28,6 +29,9 @@ def detached(run: Callable[[Callable[[], None]], int], job: str, logs: Path) -> 
         said = pipe.read()  # until it has started or ended
     if said.startswith(_STARTED):
         print(job)
+        print(
+            f"phoenix-run: it goes on in the background, and says what it has to say in {logs / _ERR}", file=sys.stderr
+        )
         return 0
     code, _, text = said.decode(errors="replace").partition("\n")
     if text:
@@ -40,7 +44,7 @@ def _supervise(run: Callable[[Callable[[], None]], int], logs: Path, read: int, 
     os.setsid()
     if os.fork():
         return 0  # the session has no leader left that could get a terminal
-    for descriptor, name in ((1, "supervisor.out"), (2, "supervisor.err")):
+    for descriptor, name in ((1, _OUT), (2, _ERR)):
         file = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)

@@ -25,6 +25,7 @@ from phoenix_launch.node.cgroup import ControlGroup
 from phoenix_launch.records.folders import JobFolder, jobs_root, new_job_id
 from phoenix_launch.settings import RunSettings, timeout
 from phoenix_launch.supervision.conduct import run_job
+from phoenix_launch.supervision.doorstep import EVENTS, Doorstep, look
 from phoenix_launch.supervision.muster import worker_count
 from phoenix_launch.supervision.opening import Job, Joining
 from phoenix_launch.supervision.signals import SignalPipe
@@ -54,7 +55,7 @@ def launch_joined(settings: RunSettings, environ: Mapping[str, str]) -> int:
             except PortInUseError:
                 pass  # another one that was started at the same moment has it now
         print(f"phoenix-run: {host}:{port} is taken on this machine: joining", file=sys.stderr)
-    return _Joiner(settings, environ, f"tcp://{bracketed(address)}:{port}", supervisor.public, joiner, slots).run()
+    return Joiner(settings, environ, f"tcp://{bracketed(address)}:{port}", supervisor.public, joiner, slots).run()
 
 
 def _supervise(
@@ -95,7 +96,7 @@ def _is_free(address: str, port: int) -> bool:
 
 
 @dataclass
-class _Joiner:
+class Joiner:
     """The other hosts' side: ask, start the agent, pass signals on, end as the job ends."""
 
     settings: RunSettings
@@ -104,15 +105,19 @@ class _Joiner:
     server_key: str
     keys: KeyPair
     slots: int
+    patience: float = timeout("connect")  # seconds with somebody who does not know our key: an older job may still go
 
     def run(self) -> int:
-        link = ClientLink(JOINING, self.endpoint, self.server_key, self.keys, timeout("command"))
+        link = ClientLink(JOINING, self.endpoint, self.server_key, self.keys, timeout("command"), int(EVENTS))
         handle: remote.NodeHandle | None = None
         try:
             with SignalPipe(self.settings.signals_to_handle) as signals:
                 bootstrap = self._ask(link, signals)
+                link.unwatch()
                 if isinstance(bootstrap, int):
                     return bootstrap
+                kept = f"; logs in {bootstrap.output.folder}" if bootstrap.output.files else ""
+                print(f"phoenix-run: joined job {bootstrap.job} as {bootstrap.node}{kept}", file=sys.stderr)
                 handle = remote.start_local(bootstrap, sys.executable, dies_with_us=True)
                 return self._attend(link, signals, handle, bootstrap.incarnation)
         finally:
@@ -121,7 +126,7 @@ class _Joiner:
                 handle.close()
 
     def _ask(self, link: ClientLink, signals: SignalPipe) -> AgentBootstrap | int:
-        """Ask until the supervisor is there and answers; an exit code when a signal came first."""
+        """Ask until the supervisor is there and answers; an exit code when a signal or the job's end came first."""
         request = JoinRequest(
             hostname=socket.gethostname(),
             node_rank=self.settings.node_rank,
@@ -130,21 +135,33 @@ class _Joiner:
             python=self.environ.get("PYTHON_EXEC") or sys.executable,
             cwd=os.getcwd(),
             environment=job_environment(self.environ, self.settings.env, simulated=True),
-            log_dir=self.settings.log_dir,
+            log_dir=os.path.abspath(self.settings.log_dir) if self.settings.log_dir else "",
         )
         end = time.monotonic() + self.settings.join_timeout
         asked = 0.0
+        doorstep = Doorstep()
         while time.monotonic() < end:
             if time.monotonic() - asked > timeout("resend"):
                 asked = time.monotonic()
                 link.say(request)
             reply = link.listen(_TURN)
+            look(link.monitor, doorstep, time.monotonic())
+            if doorstep.shut_out(time.monotonic(), self.patience):
+                break
+            if isinstance(reply, JobEnded):
+                print(reply.text or "phoenix-run: the job ended before it took this host", file=sys.stderr)
+                return reply.exit_code
             if isinstance(reply, JoinReply):
                 if reply.bootstrap is None:
-                    raise StartError(f"the job does not take this host: {reply.refusal}", hint="see --node-rank")
+                    raise _not_taken(reply.refusal, "see --node-rank")
                 return reply.bootstrap
             if numbers := signals.take():
                 return EXIT_SIGNAL_BASE + numbers[0]
+        if doorstep.since is not None:
+            raise StartError(
+                f"somebody listens at {self.endpoint} but does not know this key",
+                hint="is PHOENIX_JOB_KEY the same on every host? (or another job or program has this port)",
+            )
         raise StartError(
             f"nobody answers at {self.endpoint} since {self.settings.join_timeout:g} s",
             hint="is phoenix-run started on the host of the endpoint, with the same PHOENIX_JOB_KEY?",
@@ -158,7 +175,11 @@ class _Joiner:
             said = link.listen(_TURN)
             if isinstance(said, JobEnded):
                 _wait_for_end(handle, timeout("reap"))
+                if said.text and not stopped:
+                    print(said.text, file=sys.stderr)
                 return said.exit_code if not stopped else EXIT_SIGNAL_BASE + stopped
+            if isinstance(said, JoinReply) and said.refusal:
+                raise _not_taken(said.refusal, "mend it and start the same command here again")
             now = time.monotonic()
             for number in signals.take():
                 stopped = stopped or number
@@ -175,6 +196,10 @@ class _Joiner:
                         return EXIT_SIGNAL_BASE + stopped
                     print("phoenix-run: this node was given up, or its supervisor is gone", file=sys.stderr)
                     return EXIT_WORKER_FAILED
+
+
+def _not_taken(why: str, hint: str) -> StartError:
+    return StartError(f"the job does not take this host: {why}", hint=hint)
 
 
 def _wait_for_end(handle: remote.NodeHandle, seconds: float) -> None:

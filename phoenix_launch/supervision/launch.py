@@ -6,15 +6,12 @@ from collections.abc import Mapping
 
 from phoenix_launch.bus import new_key_pair
 from phoenix_launch.errors import UsageError
-from phoenix_launch.hosts import specs as hosts
 from phoenix_launch.hosts.facts import interface_addresses
+from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job.drills import check_targets, parse_plan
 from phoenix_launch.node.arrival import EVERYWHERE
-from phoenix_launch.records.folders import (
-    JobFolder,
-    jobs_root,
-    new_job_id,
-)
+from phoenix_launch.options.nodes import nodes_of
+from phoenix_launch.records.folders import JobFolder, jobs_root, new_job_id
 from phoenix_launch.settings import RunSettings, check_timeouts
 from phoenix_launch.supervision.conduct import LOOPBACK, run_job
 from phoenix_launch.supervision.detach import detached
@@ -29,14 +26,7 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
         parse_plan(text)
     if settings.joins:
         return launch_joined(settings, environ)
-    hostfile = hosts.read_hostfile(settings.hostfile) if settings.hostfile else None
-    specs = hosts.resolve(
-        nodes=settings.nodes or ("" if settings.hostfile else str(settings.nnodes[1])),
-        spares=settings.spares,
-        hostfile_text=hostfile,
-        hostfile=settings.hostfile,
-        nproc=settings.nproc_per_node,
-    )
+    specs = nodes_of(settings)
     check_targets(map(parse_plan, settings.drills), [spec.name for spec in specs], _known_ranks(settings, specs))
     on_hosts = any(spec.host for spec in specs)
     if settings.interface or settings.local_addr:
@@ -52,7 +42,7 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
     return run_job(plan)
 
 
-def _known_ranks(settings: RunSettings, specs: tuple[hosts.NodeSpec, ...]) -> int:
+def _known_ranks(settings: RunSettings, specs: tuple[NodeSpec, ...]) -> int:
     """How many there will be; 0 when only the hosts themselves can tell."""
     each = int(settings.nproc_per_node) if settings.nproc_per_node.isdecimal() else 0
     counts = [spec.slots or each for spec in specs if not spec.spare]

@@ -17,6 +17,7 @@ from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job.events import Admitted
 from phoenix_launch.messages import AgentBootstrap, Generation, HostFacts, PeerProbe, Probe
 from phoenix_launch.settings import timeout
+from phoenix_launch.wording import counted
 
 AT_ONCE = 64  # hosts whose ssh is under way at the same time
 DELAYS = (0.0, 2.0, 5.0, 10.0, 20.0, 30.0)  # seconds before each attempt to reach a host again; the last one for ever
@@ -94,6 +95,7 @@ class Muster:
     specs: dict[int, NodeSpec] = field(default_factory=dict)  # of the nodes that were launched from here
     refusals: dict[int, str] = field(default_factory=dict)  # why a node that came later was not admitted, once each
     remarks: list[str] = field(default_factory=list)  # for the user
+    turned_away: list[tuple[str, str]] = field(default_factory=list)  # (incarnation, why) of hosts that came themselves
     began: float = 0.0
     complete: bool = False  # the first muster is over: all nodes of the command were found fit
     probing: bool = False
@@ -265,7 +267,7 @@ class Muster:
             return
         hosts = len({problem.node for problem in problems})
         raise StartError(
-            f"nothing was started: {hosts} of {len(self.recruits)} nodes cannot take part",
+            f"nothing was started: {hosts} of {counted(len(self.recruits), 'node')} cannot take part",
             hint="mend what the table names, or leave those hosts out",
             details=preflight.table(problems),
         )
@@ -284,6 +286,8 @@ class Muster:
                 recruit.failure = problems[0].what
                 self._say_refused(recruit)
             if recruit.failure:
+                if recruit.handle is None:
+                    self.turned_away.append((recruit.incarnation, recruit.failure))
                 self.dismiss(recruit.incarnation)
                 if recruit.spec.index in self.specs:
                     self._launch_later(recruit.spec, now)

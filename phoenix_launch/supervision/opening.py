@@ -60,6 +60,8 @@ class Job:
 
     def logs_of(self, spec: NodeSpec) -> Path:
         """On another host relative to where jobs are kept there (its user's home), unless it was said where."""
+        if spec.log_dir and spec.log_dir != os.devnull:
+            return Path(spec.log_dir) / spec.name
         said = self.settings.log_dir or self.environ.get("PHOENIX_HOME")
         logs = self.logs if said or not spec.host else self.folder.logs_path.relative_to(self.folder.path.parent)
         return logs / spec.name
@@ -85,12 +87,11 @@ def command_of(settings: RunSettings, python: str) -> Command:
     )
 
 
-def output_of(settings: RunSettings, folder: Path, run_id: str, environ: Mapping[str, str]) -> OutputSettings:
-    """Where the output of one node's workers goes."""
-    torchrun_layout = bool(
-        any(settings.redirects.values()) or any(settings.tee.values())
-        or settings.duplicate_stdout_filters or settings.duplicate_stderr_filters
-    )  # fmt: skip
+def output_of(
+    settings: RunSettings, folder: Path, run_id: str, environ: Mapping[str, str], *, files: bool
+) -> OutputSettings:
+    """Where the output of one node's workers goes. Filters alone ask for no second copy: they are about --tee."""
+    torchrun_layout = any(settings.redirects.values()) or any(settings.tee.values())
     base = folder.with_name(f"{run_id}_{secrets.token_hex(4)}_{folder.name}")
     return OutputSettings(
         folder=str(folder),
@@ -99,10 +100,10 @@ def output_of(settings: RunSettings, folder: Path, run_id: str, environ: Mapping
         console_local_ranks=settings.local_ranks_filter,
         stdout_filters=settings.duplicate_stdout_filters,
         stderr_filters=settings.duplicate_stderr_filters,
-        torchrun_folder=str(base) if torchrun_layout and settings.log_dir != os.devnull else "",
+        torchrun_folder=str(base) if torchrun_layout and files else "",
         line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
         role=settings.role,
-        files=settings.log_dir != os.devnull,
+        files=files,
     )
 
 
@@ -123,7 +124,9 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         environment=job_environment(job.environ, settings.env, simulated=not spec.host),
         cwd=os.getcwd(),
         command=command_of(settings, python),
-        output=output_of(settings, job.logs_of(spec), job.run_id, job.environ),
+        output=output_of(
+            settings, job.logs_of(spec), job.run_id, job.environ, files=(spec.log_dir or settings.log_dir) != os.devnull
+        ),
         timeouts=AgentTimeouts(
             heartbeat_interval=timeout("heartbeat_interval"),
             orphan=settings.orphan_timeout,

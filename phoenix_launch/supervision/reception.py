@@ -55,6 +55,7 @@ class Reception:
             slots=request.slots,
             python=request.python,
             group_rank=request.node_rank,
+            log_dir=request.log_dir,
         )
         self.enlisted.append(spec)
         return self._admit(spec, request, now)
@@ -64,7 +65,13 @@ class Reception:
         known = next(spec for spec in self.enlisted if spec.index == request.node_rank)
         self.enlisted.remove(known)
         self.enlisted.append(
-            replace(known, name=self._free_name(request.hostname), slots=request.slots, python=request.python)
+            replace(
+                known,
+                name=self._free_name(request.hostname),
+                slots=request.slots,
+                python=request.python,
+                log_dir=request.log_dir,
+            )
         )
         return self.enlisted[-1]
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from phoenix_launch.bus import Peer, PeerKind, Received, SupervisorBus
+from phoenix_launch.bus import PeerKind, Received, SupervisorBus
 from phoenix_launch.clock import OwnClock
-from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError
+from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError, StartError
 from phoenix_launch.job import drills, membership, wishes
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.drills import DrillPlan
 from phoenix_launch.job.environment import JobIdentity
 from phoenix_launch.job.events import Action, Event
 from phoenix_launch.job.last_output import LastOutput
+from phoenix_launch.job.last_words import verdict
 from phoenix_launch.job.plans import node_plan
 from phoenix_launch.job.state import NodeState, Outcome, Phase, State
 from phoenix_launch.job.wishes import Wish
 from phoenix_launch.messages import (
-    JOINING,
     Answer,
     Body,
     Drill,
@@ -35,7 +35,6 @@ from phoenix_launch.messages import (
     FaultRequest,
     Hello,
     JobEnded,
-    JoinReply,
     JoinRequest,
     Leaving,
     NodePlan,
@@ -51,8 +50,10 @@ from phoenix_launch.messages import (
 )
 from phoenix_launch.settings import timeout
 from phoenix_launch.status import encode_status
+from phoenix_launch.supervision import start_words as words
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
+from phoenix_launch.supervision.guests import Guests
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.signals import SignalPipe
 
@@ -75,8 +76,8 @@ class Supervisor:
     muster: Muster
     identity: JobIdentity
     state: State
-    prepare: Callable[[Recruit], Prepare]  # what a node that was found fit is told to load
-    join: Callable[[JoinRequest, float], JoinReply | None] | None = None  # answers hosts that started the same command
+    prepare: Callable[[Recruit, State, float], Prepare | None]  # what a node that was found fit is to load; None: later
+    guests: Guests  # hosts that started the same command
     drills: list[DrillPlan] = field(default_factory=list)
     drills_allowed: bool = False
     clock: OwnClock = field(default_factory=OwnClock)
@@ -87,14 +88,24 @@ class Supervisor:
     _powered_off: set[int] = field(default_factory=set)
     _output: LastOutput = field(default_factory=lambda: LastOutput(timeout("exit_output"), timeout("reader")))
     _holding: bool = False  # nobody is told to leave yet: output is still shown
-    _joiners: set[bytes] = field(default_factory=set)
     _drills_from: float = 0.0
     _strangers_since: float = 0.0  # 0: there is none
     _said_harm: bool = False
+    _stops: int = 0  # requests to stop so far
+    _words: words.StartWords = field(default_factory=words.StartWords)
     _outcome: Outcome | None = None
 
     def run(self, signals: SignalPipe) -> Outcome:
         """Raises StartError when the nodes cannot take part; the caller cleans up either way (`close`)."""
+        try:
+            outcome = self._run(signals)
+        except StartError as error:
+            self._refuse(JobEnded(error.exit_code, error.show()), signals)
+            raise
+        self.guests.say_goodbye(outcome.exit_code, verdict(outcome))
+        return outcome
+
+    def _run(self, signals: SignalPipe) -> Outcome:
         poller = zmq.Poller()
         for source in (self.bus.control, self.bus.monitor, signals):
             poller.register(source, zmq.POLLIN)
@@ -116,7 +127,6 @@ class Supervisor:
                 if recruit.handle is not None:
                     handles[recruit.handle.fileno()] = recruit
                     poller.register(recruit.handle.fileno(), zmq.POLLIN)
-        self._say_goodbye()
         return self._outcome
 
     def _watch_for_harm(self) -> None:
@@ -149,10 +159,8 @@ class Supervisor:
             self._answer(received, Answer(False, f"a {peer.kind.value} key does not allow this"))
 
     def _hear_joiner(self, route: bytes, body: Body) -> None:
-        if isinstance(body, JoinRequest) and self.join is not None:
-            self._joiners.add(route)
-            if (reply := self.join(body, self.clock.now)) is not None:
-                self.bus.answer(route, reply, job=JOINING)
+        if isinstance(body, JoinRequest):
+            self.guests.ask(route, body, self.clock.now)
         elif isinstance(body, Leaving) and (recruit := self.muster.recruits.get(body.incarnation)) is not None:
             detail = f"it was told to go by {signal.Signals(body.signal).name}"
             self._apply(job_events.AgentEnded(recruit.spec.index, body.incarnation, detail))
@@ -205,7 +213,11 @@ class Supervisor:
             )
         elif self.state.phase is Phase.LEAVING:
             self._output.hurried = True
+        before = self.state
         self._apply(job_events.StopAsked(number))
+        if hurried := words.hurried(number, before, self.state, again=self._stops > 0, held=self._holding):
+            self.console.say(f"phoenix-run: {hurried}")
+        self._stops += 1
 
     # --- what follows ------------------------------------------------------------------------------------------------
 
@@ -217,10 +229,15 @@ class Supervisor:
             complete = self.muster.complete
             for admitted in self.muster.settle(now):
                 self._apply(admitted)
+            while self.muster.turned_away:
+                self.guests.turn_away(*self.muster.turned_away.pop())
             while self.muster.remarks:
                 self.console.say(f"phoenix-run: {self.muster.remarks.pop(0)}")
             if self.muster.complete and not complete:
                 self.on_start()
+            progress = words.progress(self.state, self.muster, self._prepared, now, joins=self.guests.expected)
+            if progress is not None and (line := self._words.due(progress, now)):
+                self.console.say(f"phoenix-run: {line}")
             for plan in [p for p in self.drills if self._drills_from and now >= self._drills_from + p.after]:
                 self.drills.remove(plan)
                 answer = self._inject(FaultRequest(plan.kind, plan.rank, plan.node))
@@ -229,6 +246,7 @@ class Supervisor:
         self._apply(job_events.Ticked())
         self._hold_for_output(now)
         self._spread(now)
+        self.chronicle.keep(self.state, now)
         return launched
 
     def _hold_for_output(self, now: float) -> None:
@@ -274,10 +292,11 @@ class Supervisor:
             if member.state in (NodeState.LOST, NodeState.DRAINED) or member.left:
                 continue
             told = self._prepared.get(member.incarnation)
-            if told is None or (member.seq < 0 and now - told > timeout("resend")):
-                self._prepared[member.incarnation] = now
-                prepare = self.prepare(self.muster.recruits[member.incarnation])
-                self.bus.send(member.incarnation, prepare, self.state.generation)
+            if told is None or (member.state is NodeState.STARTING and now - told > timeout("resend")):
+                prepare = self.prepare(self.muster.recruits[member.incarnation], self.state, now)
+                if prepare is not None:
+                    self._prepared[member.incarnation] = now
+                    self.bus.send(member.incarnation, prepare, self.state.generation)
             wish, sent = wishes.wish_for(self.state, index), self._sent.get(index)
             if wish.phase is PlanPhase.LEAVE and self._holding:
                 continue
@@ -304,10 +323,12 @@ class Supervisor:
         self.bus.send(incarnation, Drill(request.kind, target.rank), self.state.generation)
         return Answer(True, text)
 
-    def _say_goodbye(self) -> None:
-        assert self._outcome is not None
-        for route in self._joiners:
-            self.bus.answer(route, JobEnded(self._outcome.exit_code), job=JOINING)
+    def _refuse(self, last: JobEnded, signals: SignalPipe) -> None:
+        self.guests.say_goodbye(last.exit_code, last.text)
+        if self.guests.expected:
+            seconds = timeout("command")
+            self.console.say(f"phoenix-run: the start is refused; hosts that come within {seconds:g} s are told so")
+            self.guests.tell_late(last, self.state.rules.seats_max - 1, seconds, lambda: bool(signals.take()))
 
     def close(self) -> None:
         """End what is left of every launch, by the bus where it can be heard; after an orderly end that is nothing."""
@@ -330,8 +351,3 @@ class Supervisor:
         for recruit in self.muster.recruits.values():
             if recruit.handle is not None:
                 recruit.handle.close()
-
-
-def allow_commands(bus: SupervisorBus, status_key: str, control_key: str) -> None:
-    bus.allow(status_key, Peer(PeerKind.STATUS))
-    bus.allow(control_key, Peer(PeerKind.CONTROL))

@@ -27,7 +27,7 @@ def row(done: Done, node: str) -> str:
 def refused(done: Done, nodes: int, of: int) -> bool:
     assert done.out == ""
     assert "Traceback" not in done.err
-    return done.code == 1 and f"nothing was started: {nodes} of {of} nodes cannot take part" in done.err
+    return done.code == 1 and f"nothing was started: {nodes} of {of} node{'s' * (of != 1)} cannot take part" in done.err
 
 
 def other_torch(folder: Path) -> Path:
