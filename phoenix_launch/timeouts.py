@@ -39,6 +39,7 @@ _ROWS: Final = (
     Timeout("fork_server", 120.0, "torch and the script's imports are loaded"),
     Timeout("park", 10.0, "a forked process is ready to become a worker"),
     Timeout("store", 10.0, "a parked process has become a TCPStore"),
+    Timeout("abort", 5.0, "a worker has left a step that is going to be repeated; past that it is replaced too"),
     Timeout("shutdown", 30.0, "a worker ends after its signal; then SIGKILL to its whole tree", "--shutdown-timeout"),
     Timeout("drain_output", 2.0, "a dead worker's last lines are read (a child of it may hold the pipe open)"),
     Timeout("reap", 5.0, "a process is gone after SIGKILL"),

@@ -104,6 +104,7 @@ VALUES: list[tuple[str, str, object]] = [
     ("spare-timeout", "0", 0.0),
     ("orphan-timeout", "600", 600.0),
     ("join-timeout", "30", 30.0),
+    ("rehearse", "2", 2),
     ("exit-code", "worker", "worker"),
     ("log-dir", "/dev/null", "/dev/null"),
     ("redirects", "3", {-1: 3}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE
 from phoenix_launch.job import placement
 from phoenix_launch.job.events import (
     Action,
@@ -19,23 +19,19 @@ from phoenix_launch.job.events import (
     ChannelClosed,
     Event,
     FaultFound,
-    Fence,
     Finished,
     GaveUp,
-    GenerationBegun,
-    GenerationRuns,
     OutputHeld,
-    Relaunch,
     Reported,
     StopAsked,
     Ticked,
-    WaitingForNode,
 )
-from phoenix_launch.job.placement import Candidate, Seat
-from phoenix_launch.job.state import SIGTERM, Ended, Endpoint, Member, NodeState, Outcome, Phase, Rules, State, how
+from phoenix_launch.job.starting import Starting
+from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
+from phoenix_launch.job.swapping import held
+from phoenix_launch.job.transition import silent_since
 from phoenix_launch.messages import Generation, NodeReport
 
-UNDER_WAY: Final = 0.1  # seconds by which a node's last report may come after its end
 HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
 
 
@@ -54,14 +50,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition:
-    """One step under way: the state so far and the actions it brought."""
-
-    def __init__(self, state: State, now: float) -> None:
-        self.state = state
-        self.now = now
-        self.actions: list[Action] = []
-
+class _Transition(Starting):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -113,6 +102,7 @@ class _Transition:
         self._update(
             index, state=state, heard=self.now, reported=self.now, seq=report.seq, parked=report.parked,
             quiesced=report.quiesced, applied=report.applied, live=sum(1 for r in report.ranks if r.exit is None),
+            offered=report.offered, kept=report.kept,
         )  # fmt: skip
         if report.complaint:
             self._lose(index, report.complaint)
@@ -120,9 +110,15 @@ class _Transition:
         current = self.state.generation
         if report.store is not None and report.store.generation == current and index == self.state.store_node:
             self._store_told(report.store.address, report.store.port, report.store.error)
-        here = {place.rank for place in self.state.places if place.node == index}
+        news: dict[int, Holder] = {}
         for rank in report.ranks:
-            if rank.exit is None or rank.generation != current or rank.rank not in here:
+            holder = self.state.holders.get(rank.rank)
+            if holder is None or rank.generation != holder.born or holder.node != index:
+                continue
+            runtime = holder.runtime if rank.runtime is None else rank.runtime
+            if (holder.seen, holder.step, holder.runtime) != (True, rank.step, runtime):
+                news[rank.rank] = replace(holder, seen=True, step=rank.step, runtime=runtime)
+            if rank.exit is None:
                 continue
             known = self.state.ended.get(rank.rank)
             if known is None:
@@ -130,26 +126,14 @@ class _Transition:
             elif (known.report.tail, known.report.error) == (rank.exit.tail, rank.exit.error):
                 continue
             self._ended(replace(known, report=rank.exit))  # its last words may have been read after its end was seen
+        if news:
+            self.state = replace(self.state, holders={**self.state.holders, **news})
 
     def _ended(self, ended: Ended) -> None:
         outcome = self.state.outcome
         if outcome is not None and outcome.cause is not None and outcome.cause.rank == ended.rank:
             outcome = replace(outcome, cause=ended)
         self.state = replace(self.state, ended={**self.state.ended, ended.rank: ended}, outcome=outcome)
-
-    def _store_told(self, address: str, port: int, error: str) -> None:
-        if not error:
-            self.state = replace(self.state, store=Endpoint(address, port))
-        elif self.state.phase is Phase.QUIESCING and self.state.store is None:
-            if not (self.state.rules.master_port and self.state.generation.n == self.state.first):
-                self._lose(self.state.store_node, f"its store cannot start: {error}")  # another node hosts the next one
-                return
-            self._leave(
-                Outcome(
-                    exit_code=EXIT_WORKER_FAILED, text=f"the store of {self.state.generation} cannot start: {error}",
-                    hint="choose another --master-port, or leave it to phoenix-run",
-                )
-            )  # fmt: skip
 
     def _agent_ended(self, index: int, incarnation: str, detail: str) -> None:
         member = self.state.members.get(index)
@@ -188,6 +172,8 @@ class _Transition:
                     self._settle_starting()
                 case Phase.QUIESCING:
                     self._settle_quiescing()
+                case Phase.SWAPPING:
+                    self._settle_swapping()
                 case Phase.RUNNING:
                     self._settle_running()
                 case Phase.WAITING:
@@ -211,59 +197,13 @@ class _Transition:
             elif member.state is NodeState.SUSPECT and self.now - member.suspect_since > rules.probe_timeout:
                 self._lose(index, "its connection closed and it does not answer")
 
-    def _settle_starting(self) -> None:
-        rules, candidates = self.state.rules, self._candidates()
-        training = [c for c in candidates if not c.spare]
-        here = [m for m in self.state.members.values() if m.alive]
-        patience = rules.join_timeout if self.state.members else rules.join_timeout + rules.start_timeout
-        late = self.now - self.state.since > patience
-        loading = len(here) > len(candidates)  # that has its own timeout: a node that came in time is waited for
-        if len(training) >= rules.seats_max or (late and not loading and len(candidates) >= rules.seats_min):
-            lineup = placement.first_lineup(candidates, min(rules.seats_max, len(candidates)))
-        elif self._starting_spares_must_help(training, candidates):
-            lineup = placement.first_lineup(candidates, rules.seats_max)
-        else:
-            lineup = None
-        if lineup is not None:
-            self._begin(lineup)
-        elif late and len(here) < rules.seats_min:
-            self._leave(self._too_few(here))
-
-    def _starting_spares_must_help(self, training: list[Candidate], candidates: list[Candidate]) -> bool:
-        """A training node was lost before the start: no use waiting for it when a spare node is ready."""
-        gone = [m for m in self.state.members.values() if not m.alive and not m.spare]
-        return bool(gone) and len(training) + len(gone) >= self.state.rules.seats_max <= len(candidates)
-
-    def _too_few(self, here: list[Member]) -> Outcome:
-        names = ", ".join(m.name for m in here) or "none"
-        return Outcome(
-            exit_code=EXIT_WORKER_FAILED,
-            text=f"{len(here)} of {self.state.rules.seats_min} nodes came within "
-            f"{self.state.rules.join_timeout:g} s (here: {names})",
-            hint="start the same command on the other hosts, or raise join_timeout in --rdzv-conf",
-        )
-
-    def _settle_quiescing(self) -> None:
-        state = self.state
-        if self._seat_empty():
-            self._refill()
-            return
-        alive = [m for m in state.members.values() if m.alive]
-        seated = {seat.node for seat in state.lineup}
-        slow = [m for m in alive if m.quiesced < state.generation and (m.index in seated or m.live)]
-        if not slow and state.store is not None:
-            self._enter(Phase.RUNNING)
-            self.actions.append(GenerationRuns(state.generation))
-        elif self.now - state.since > state.rules.shutdown_timeout + state.rules.teardown_timeout:
-            for member in slow or [state.members[state.store_node]]:
-                self._lose(member.index, "did not end its old workers in time" if slow else "its store did not start")
-            self._refill()
-
     def _settle_running(self) -> None:
         state = self.state
-        failed = [ended for ended in state.ended.values() if ended.report.code != 0]
-        if failed:
-            self._worker_failed(min(failed, key=lambda ended: (ended.at, ended.rank)))
+        failed = self._failed()
+        if (failed or self._seat_empty()) and self._resilient():
+            self._repair()
+        elif failed:
+            self._worker_failed(failed[0])
         elif len(state.ended) == len(state.places):
             self._leave(Outcome(exit_code=EXIT_OK, text="finished"))
         elif self._seat_empty():
@@ -274,12 +214,12 @@ class _Transition:
                 if member.applied < state.generation:
                     self._lose(member.index, f"did not start its workers within {state.rules.start_timeout:g} s")
             if self._seat_empty():
-                self._refill()
+                self._settle_running()
 
     def _worker_failed(self, cause: Ended) -> None:
         """Count it against --max-restarts, unless it may only follow from the loss of another node, which never counts."""
         state, exhausted = self.state, self.state.restarts_used >= self.state.rules.max_restarts
-        silent = [m for m in self._unfinished() if m.index != cause.node and _silent_since(m, cause)]
+        silent = [m for m in self._unfinished() if m.index != cause.node and silent_since(m, cause)]
         if any(not member.alive for member in silent):
             self._refill()
             return
@@ -297,8 +237,13 @@ class _Transition:
         self._refill()
 
     def _settle_waiting(self) -> None:
+        if self.state.swap is not None and not all(held(self.state, rank) for rank in self.state.holders):
+            self._repair()
+            return
         refilled = placement.refilled(self.state.lineup, self._seatable(), self.state.rules.seats_min)
-        if refilled is not None:
+        if refilled is not None and self.state.swap is not None:
+            self._swap(self._lost())
+        elif refilled is not None:
             self._begin(refilled)
         elif self.now - self.state.since > self.state.rules.spare_timeout:
             names = ", ".join(m.name for m in self._missing())
@@ -329,16 +274,6 @@ class _Transition:
         if cause is not outcome.cause:
             self.state = replace(self.state, outcome=self._failure(cause))
 
-    def _failure(self, cause: Ended) -> Outcome:
-        """The end of a job because of this worker; a signal's number becomes 128 + it where its code is passed on."""
-        code, name = cause.report.code, self.state.members[cause.node].name
-        passed_on = code if code >= 0 else EXIT_SIGNAL_BASE - code
-        return Outcome(
-            exit_code=passed_on if self.state.rules.worker_exit_code else EXIT_WORKER_FAILED,
-            text=f"rank {cause.rank} on {name} {how(code)}",
-            cause=cause,
-        )
-
     def _settle_leaving(self) -> None:
         state = self.state
         assert state.outcome is not None
@@ -348,93 +283,3 @@ class _Transition:
             self.actions.append(Finished(state.outcome))
 
     # --- pieces ---
-
-    def _update(self, index: int, **changes: object) -> None:
-        member = replace(self.state.members[index], **changes)  # type: ignore[arg-type]
-        self.state = replace(self.state, members={**self.state.members, index: member})
-
-    def _enter(self, phase: Phase, **changes: object) -> None:
-        self.state = replace(self.state, phase=phase, since=self.now, **changes)  # type: ignore[arg-type]
-
-    def _leave(self, outcome: Outcome) -> None:
-        self._enter(Phase.LEAVING, outcome=outcome)
-
-    def _candidates(self) -> list[Candidate]:
-        return [c for c in self._seatable() if c.ready]
-
-    def _seatable(self) -> list[Candidate]:
-        """All that live: one that is suspect keeps its seat, else it could run on beside its successor."""
-        return [
-            Candidate(
-                index=m.index, domain=m.domain, slots=m.slots, group_rank=m.group_rank, spare=m.spare, ready=m.usable
-            )
-            for m in self.state.members.values()
-            if m.alive
-        ]  # fmt: skip
-
-    def _unfinished(self) -> list[Member]:
-        """Nodes of the line-up whose ranks have not all ended well."""
-        state = self.state
-        unfinished = {p.node for p in state.places if p.rank not in state.ended or state.ended[p.rank].report.code}
-        return [m for m in state.members.values() if m.index in unfinished]
-
-    def _missing(self) -> list[Member]:
-        """Those of them that are gone."""
-        return [m for m in self._unfinished() if not m.alive]
-
-    def _seat_empty(self) -> bool:
-        return bool(self._missing())
-
-    def _lose(self, index: int, detail: str) -> None:
-        member = self.state.members[index]
-        if not member.alive:
-            return
-        ranks = tuple(p.rank for p in self.state.places if p.node == index and p.rank not in self.state.ended)
-        self._update(index, state=NodeState.LOST, live=0, failures=member.failures + 1)
-        self.actions.append(Fence(index, member.incarnation))
-        self._excuse(member)
-        if self.state.phase in (Phase.LEAVING, Phase.STOPPING):
-            return
-        self.actions.append(FaultFound(kind="node", node=index, ranks=ranks, detail=detail))
-        if member.failures + 1 <= self.state.rules.max_failures_per_host:
-            self.actions.append(Relaunch(index))
-
-    def _excuse(self, lost: Member) -> None:
-        """A worker's end that was counted turns out to have followed from the loss of this node."""
-        state, cause = self.state, self.state.charged
-        if cause is None or lost.index == cause.node or not _silent_since(lost, cause):
-            return
-        if any(seat.node == lost.index for seat in state.lineup):
-            self.state = replace(state, restarts_used=state.restarts_used - 1, charged=None)
-
-    def _refill(self) -> None:
-        """All run again: empty seats go to spare nodes; else shrink if the user allowed it; else wait for a host."""
-        self.state = replace(self.state, ended={})  # a node whose ranks had ended well is missed now, too
-        state = self.state
-        lineup = placement.refilled(state.lineup, self._seatable(), state.rules.seats_min)
-        if lineup is not None:
-            self._begin(lineup)
-            return
-        names = ", ".join(m.name for m in self._missing())
-        self._enter(Phase.WAITING, generation=state.generation.following(), store=None, store_node=-1)
-        self.actions.append(WaitingForNode(f"no spare node for {names}: waiting up to {state.rules.spare_timeout:g} s"))
-
-    def _begin(self, lineup: tuple[Seat, ...]) -> None:
-        """Start the next generation: everything older ends, its store starts on a live node of the line-up."""
-        state = self.state
-        waited = state.phase is Phase.WAITING  # the generation that waits is the one that begins: no worker was in it
-        generation = state.generation if waited else state.generation.following()
-        before = {place.rank: place.node for place in state.places}
-        self._enter(
-            Phase.QUIESCING, generation=generation, lineup=lineup, store=None, store_node=lineup[0].node, ended={},
-            first=state.first if state.lineup else generation.n,
-        )  # fmt: skip
-        moved = tuple(
-            (p.rank, before[p.rank], p.node) for p in self.state.places if before.get(p.rank, p.node) != p.node
-        )
-        self.actions.append(GenerationBegun(generation, moved))
-
-
-def _silent_since(member: Member, cause: Ended) -> bool:
-    """Whether the node may have died before this worker did."""
-    return member.reported < cause.at + UNDER_WAY

@@ -5,13 +5,13 @@ from __future__ import annotations
 from phoenix_launch.job.environment import JobIdentity, worker_environment
 from phoenix_launch.job.state import State
 from phoenix_launch.job.wishes import Wish
-from phoenix_launch.messages import NodePlan, PlanPhase, RankOrder
+from phoenix_launch.messages import NO_GENERATION, NodePlan, PlanPhase, RankOrder, Resumption
 
 
 def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
     """The plan for one node; its workers' environments only when they are to run."""
     orders: tuple[RankOrder, ...] = ()
-    if wish.phase is PlanPhase.RUN and state.store is not None:
+    if wish.phase in (PlanPhase.RUN, PlanPhase.SWAP) and state.store is not None:
         world_size = len(state.places)
         orders = tuple(
             RankOrder(
@@ -26,6 +26,8 @@ def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
                     world_size=world_size,
                     nodes=len(state.lineup),
                 ),
+                born=wish.born.get(place.rank, NO_GENERATION),
+                sources=() if wish.recovery is None else wish.recovery.sources[place.rank],
             )
             for place in wish.places
         )
@@ -38,4 +40,13 @@ def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
         signal=wish.signal,
         grace=wish.grace,
         attempt=state.attempt,
+        resumption=_resumption(wish),
     )
+
+
+def _resumption(wish: Wish) -> Resumption | None:
+    """None for a generation that has nothing to do with older ones."""
+    if wish.phase is not PlanPhase.SWAP and wish.recovery is None:
+        return None
+    stamp = None if wish.recovery is None else wish.recovery.stamp
+    return Resumption(stamp, wish.lineage.resumes, dict(wish.addresses))

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phoenix_launch.job import placement
+from phoenix_launch.job.commit import NO_VERSION, Bundle, Lineage
+from phoenix_launch.job.losses import Loss
 from phoenix_launch.job.placement import RankPlace, Seat
-from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation
+from phoenix_launch.job.recovery import Recovery
+from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation, KeptSlot, RuntimeReport
 
 SIGTERM = 15
 
@@ -25,6 +28,7 @@ class NodeState(enum.Enum):
 class Phase(enum.Enum):
     STARTING = "starting"  # waiting for nodes to be ready
     QUIESCING = "quiescing"  # a new generation: old workers end, its store comes up
+    SWAPPING = "swapping"  # a new generation: survivors leave their step, lost ranks are made anew, all restore
     RUNNING = "running"
     WAITING = "parked"  # a seat is empty and nothing can take it yet
     STOPPING = "stopping"  # workers were told to end, nothing is restarted
@@ -32,12 +36,13 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-# What may follow what; tests hold every transition against it. A next generation may begin while one quiesces.
+# What may follow what; tests hold every transition against it. A next generation may begin while one quiesces or swaps.
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.STARTING: frozenset({Phase.QUIESCING, Phase.LEAVING}),
     Phase.QUIESCING: frozenset({Phase.RUNNING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
-    Phase.RUNNING: frozenset({Phase.QUIESCING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
-    Phase.WAITING: frozenset({Phase.QUIESCING, Phase.STOPPING, Phase.LEAVING}),
+    Phase.SWAPPING: frozenset({Phase.RUNNING, Phase.QUIESCING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
+    Phase.RUNNING: frozenset({Phase.QUIESCING, Phase.SWAPPING, Phase.WAITING, Phase.STOPPING, Phase.LEAVING}),
+    Phase.WAITING: frozenset({Phase.QUIESCING, Phase.SWAPPING, Phase.STOPPING, Phase.LEAVING}),
     Phase.STOPPING: frozenset({Phase.LEAVING}),
     Phase.LEAVING: frozenset({Phase.FINISHED}),
     Phase.FINISHED: frozenset(),
@@ -58,6 +63,7 @@ class Rules:
     spare_timeout: float = 60.0
     start_timeout: float = 120.0  # what an agent may need to start its workers: a fork server that came up again
     shutdown_timeout: float = 30.0
+    abort_timeout: float = 5.0  # a survivor has left its step; past that its process is ended and replaced
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
     worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
@@ -86,6 +92,8 @@ class Member:
     quiesced: Generation = NO_GENERATION
     applied: Generation = NO_GENERATION
     live: int = 0  # workers that have not ended, by its last report
+    offered: Generation = NO_GENERATION
+    kept: tuple[KeptSlot, ...] = ()  # its slots and replicas, offered to that generation
     suspect_since: float = 0.0
     failures: int = 0
     left: bool = False
@@ -116,6 +124,35 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The process that holds a rank. `born`: the generation that started it; a swap that keeps it does not change that."""
+
+    rank: int
+    node: int
+    born: Generation
+    seen: bool = False  # its node has reported it: before that it may never have been told to start it
+    step: int = -1
+    runtime: RuntimeReport | None = None  # None: it has not said that it knows the runtime
+
+
+class Rung(enum.IntEnum):
+    """How a generation began: the ladder of repair."""
+
+    START = 0  # the job's own start, or a restart of a script that does not know the runtime
+    IN_PLACE = 1  # survivors kept their processes
+    FROM_SLOTS = 2  # new processes, which load the newest common version from the slots
+    FROM_SCRIPT = 3  # new processes, which find the script's own checkpoint, or begin anew
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Where a swap stands. Without `recovery` survivors are still asked what they can give."""
+
+    recovery: Recovery | None = None
+    planned: float = 0.0  # when that was known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Why the job ends. `cause`: the worker to blame, whose last words come last on the screen."""
 
@@ -136,6 +173,15 @@ class State:
     store: Endpoint | None = None
     store_node: int = -1
     ended: Mapping[int, Ended] = field(default_factory=dict)  # by rank, of the current generation
+    holders: Mapping[int, Holder] = field(default_factory=dict)  # by rank, as far as a process holds it
+    rung: Rung = Rung.START  # by which the current generation began
+    resume: int = NO_VERSION  # the version at which it began
+    swap: Swap | None = None  # while one is under way, also while it waits for a node
+    recovery: Recovery | None = None  # how the current generation was restored
+    bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
+    lineage: Lineage = field(default_factory=Lineage)
+    losses: Mapping[int, Loss] = field(default_factory=dict)  # how each rank ended last, with the runtime
+    raised: Mapping[int, Loss] = field(default_factory=dict)  # the same, since all ranks ran together last
     restarts_used: int = 0
     charged: Ended | None = None  # the worker's end that was counted last
     first: int = 1  # n of the first generation

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from phoenix_launch.job import swapping
+from phoenix_launch.job.commit import Lineage
 from phoenix_launch.job.placement import RankPlace
+from phoenix_launch.job.recovery import Recovery
 from phoenix_launch.job.state import SIGTERM, Phase, State
 from phoenix_launch.messages import Generation, PlanPhase
 
@@ -20,6 +24,17 @@ class Wish:
     store_port: int = 0
     signal: int = SIGTERM
     grace: float = 0.0
+    born: Mapping[int, Generation] = field(
+        default_factory=dict
+    )  # ranks here that a process of an older generation holds
+    recovery: Recovery | None = None
+    addresses: Mapping[int, str] = field(default_factory=dict)  # of all ranks, as soon as all are known
+    lineage: Lineage = field(default_factory=Lineage)
+
+    @property
+    def stage(self) -> int:
+        """Wishes of one generation for a swap grow: leave the step, restore, connect. What is below is out of date."""
+        return (self.recovery is not None) + (self.recovery is not None and bool(self.addresses))
 
 
 def wish_for(state: State, index: int) -> Wish:
@@ -31,6 +46,8 @@ def wish_for(state: State, index: int) -> Wish:
         return Wish(generation, PlanPhase.LEAVE)
     if state.phase is Phase.STOPPING:
         return Wish(generation, PlanPhase.STOP, signal=state.signal, grace=state.grace)
+    if state.swap is not None:
+        return _swap_wish(state, index)
     if state.phase in (Phase.QUIESCING, Phase.WAITING):
         hosts_store = state.phase is Phase.QUIESCING and index == state.store_node
         port = state.rules.master_port if generation.n == state.first else 0
@@ -38,8 +55,27 @@ def wish_for(state: State, index: int) -> Wish:
     if state.phase is Phase.RUNNING:
         places = tuple(place for place in state.places if place.node == index)
         if places or index == state.store_node:
-            return Wish(generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace)
+            return Wish(
+                generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace,
+                born=_born(state, places), recovery=state.recovery, lineage=state.lineage,
+            )  # fmt: skip
     return Wish(generation, PlanPhase.PARK)
+
+
+def _swap_wish(state: State, index: int) -> Wish:
+    """What no longer belongs here ends; what is missing is started, unless the job waits for a node; the others stay."""
+    assert state.swap is not None
+    places = tuple(place for place in state.places if place.node == index and place.rank in state.holders)
+    return Wish(
+        state.generation, PlanPhase.SWAP, places, host_store=index == state.store_node, grace=state.rules.shutdown_timeout,
+        born=_born(state, places), recovery=state.swap.recovery, addresses=swapping.addresses(state),
+        lineage=state.lineage,
+    )  # fmt: skip
+
+
+def _born(state: State, places: tuple[RankPlace, ...]) -> dict[int, Generation]:
+    born = {place.rank: state.holders[place.rank].born for place in places if place.rank in state.holders}
+    return {rank: generation for rank, generation in born.items() if generation < state.generation}
 
 
 def fulfilled(state: State, index: int) -> bool:
@@ -47,6 +83,9 @@ def fulfilled(state: State, index: int) -> bool:
     wish, member = wish_for(state, index), state.members[index]
     if wish.phase is PlanPhase.QUIESCE:
         return member.quiesced >= wish.generation and (not wish.host_store or state.store is not None)
+    if wish.phase is PlanPhase.SWAP:
+        here = [state.holders[place.rank] for place in wish.places]
+        return member.quiesced >= wish.generation and all(swapping.has_restored(state, holder) for holder in here)
     if wish.phase is PlanPhase.RUN:
         return member.applied >= wish.generation
     if wish.phase is PlanPhase.STOP:

@@ -44,7 +44,9 @@ FAILURE_WINDOW: Final = 60.0  # ... so many seconds; more is a complaint
 STORE_REFILL_SECONDS: Final = 10.0  # loading torch for the next store host would only slow down workers that start
 PARK_RETRY_SECONDS: Final = 0.2  # between two attempts to park a process when the last one ended by itself
 
-_ORDER: Final = {PlanPhase.QUIESCE: 0, PlanPhase.PARK: 1, PlanPhase.RUN: 1, PlanPhase.STOP: 2, PlanPhase.LEAVE: 3}
+_ORDER: Final = {
+    PlanPhase.QUIESCE: 0, PlanPhase.SWAP: 0, PlanPhase.PARK: 1, PlanPhase.RUN: 1, PlanPhase.STOP: 2, PlanPhase.LEAVE: 3
+}  # fmt: skip
 
 
 class NodeState:

@@ -291,6 +291,8 @@ def _job_state(state: State) -> JobState:
             return JobState.STARTING
         case Phase.QUIESCING:
             return JobState.SWAPPING if state.attempt else JobState.STARTING
+        case Phase.SWAPPING:
+            return JobState.SWAPPING
         case Phase.WAITING:
             return JobState.PARKED
         case _:

@@ -190,6 +190,7 @@ def _rules(job: Job) -> Rules:
         join_timeout=settings.join_timeout,
         spare_timeout=settings.spare_timeout,
         start_timeout=timeout("fork_server") + timeout("park"),
+        abort_timeout=timeout("abort"),
         shutdown_timeout=settings.shutdown_timeout,
         teardown_timeout=timeout("reap") + timeout("drain_output"),
         worker_exit_code=settings.exit_code == "worker",

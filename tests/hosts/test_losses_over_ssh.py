@@ -89,7 +89,7 @@ def test_a_lost_channel_changes_nothing_and_is_opened_again_so_that_the_guardian
     assert done.code == 0, done.err
     assert faults(running) == [("node", "host2")]
     assert "rank 1 attempt 1 on host3" in done.out
-    assert running.events("fault")[0]["t"] - began < 1.0
+    assert running.events("fault")[0]["t"] - began < 2.0
 
 
 def test_when_the_supervisor_dies_every_host_ends_after_the_orphan_timeout(head: Head) -> None:

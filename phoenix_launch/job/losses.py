@@ -1,0 +1,50 @@
+"""Whether the end of a worker is bad luck, or a bug that would come again and is not retried (with the runtime). Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phoenix_launch.messages import ExitReport
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How a rank ended. `words`: its error or signal, without what differs from one time to the next."""
+
+    words: str
+    step: int
+    raised: bool  # by its own error, not by a signal
+
+
+def loss(report: ExitReport, step: int) -> Loss:
+    return Loss(_words(report), step, raised=report.code > 0)
+
+
+def _words(report: ExitReport) -> str:
+    if report.code < 0:
+        return f"signal {-report.code}"
+    return f"{report.code}: {_error(report.error) or report.tail.rstrip().rpartition(chr(10))[2]}"
+
+
+def _error(text: str) -> str:
+    """The message of a torchelastic error file; its call stack and time are left out."""
+    try:
+        message = json.loads(text)["message"]
+        return str(message["message"] if isinstance(message, dict) else message)
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def is_bug(new: Loss, earlier: Loss | None, together: Mapping[int, Loss], ranks: int) -> bool:
+    """`earlier`: how the same rank ended before; `together`: all that ended since all ran together, this one too.
+
+    A bug: a rank raises before its first step is done, or ends twice alike at the same step, or all raise the same error.
+    """
+    if new.raised and new.step < 1:
+        return True
+    if new == earlier:
+        return True
+    words = {its.words for its in together.values()}
+    return len(together) == ranks and len(words) == 1 and new.raised

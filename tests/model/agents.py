@@ -1,0 +1,132 @@
+"""Agents and workers of the swap model: the simplest that do what they are told and say what they are."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final, NamedTuple
+
+from phoenix_launch.messages import (
+    NO_GENERATION,
+    ExitReport,
+    Generation,
+    KeptSlot,
+    NodeReport,
+    PlanPhase,
+    ProcessState,
+    RankReport,
+    RuntimeReport,
+    Slot,
+    Stamp,
+    StoreReport,
+)
+
+RANKS: Final = 2
+RUNS, LEFT, NEW, LOADED = "runs", "left", "new", "loaded"
+
+
+class Worker(NamedTuple):
+    rank: int
+    born: int
+    joined: int
+    mode: str
+    stamp: tuple[int, int]  # generation that computed its state, version
+    restored: int = 0
+    code: int = 0  # of its end
+
+
+class Told(NamedTuple):
+    """A wish, as far as agents of this model look at it."""
+
+    generation: int
+    stage: int
+    phase: PlanPhase
+    ranks: tuple[int, ...] = ()
+    born: tuple[tuple[int, int], ...] = ()
+    stamp: tuple[int, int] | None = None
+    store: bool = False
+
+
+class Agent(NamedTuple):
+    told: Told
+    workers: tuple[Worker, ...] = ()
+    slots: tuple[int, int] | None = None  # of every bundle, at this stamp
+    quiesced: int = 0
+    offered: int = 0
+    applied: int = 0
+    store: int = 0
+    complete: int = -1
+    alive: bool = True
+
+
+@cache
+def report(node: int, agent: Agent) -> NodeReport:
+    kept: tuple[KeptSlot, ...] = ()
+    if agent.slots is not None:
+        kept = tuple(KeptSlot(f"own{rank}", Slot(stamp_of(agent.slots))) for rank in range(RANKS))
+    return NodeReport(
+        f"i{node}", 1, True, 1, (1,), Generation(1, agent.quiesced), Generation(1, agent.applied),
+        tuple(rank_report(worker, agent.complete) for worker in agent.workers),
+        StoreReport(Generation(1, agent.store), "here", 4000) if agent.store else None,
+        offered=Generation(1, agent.offered) if agent.offered else NO_GENERATION, kept=kept,
+    )  # fmt: skip
+
+
+def rank_report(worker: Worker, complete: int) -> RankReport:
+    runtime = RuntimeReport(
+        holds=(f"own{worker.rank}",),
+        private=f"own{worker.rank}",
+        complete=complete if worker.mode == RUNS else -1,
+        joined=Generation(1, worker.joined),
+        live=stamp_of(worker.stamp) if worker.mode == LEFT else None,
+        address=f"{worker.rank}.{worker.joined}",
+        restored=Generation(1, worker.restored) if worker.restored else NO_GENERATION,
+    )
+    ended = ExitReport(worker.code, 0.0) if worker.code else None
+    state = ProcessState.GONE if worker.code else ProcessState.RUNNING
+    born = Generation(1, worker.born)
+    return RankReport(worker.rank, born, 1000 + worker.rank, state, max(worker.stamp[1], 0), ended, runtime)
+
+
+def stamp_of(stamp: tuple[int, int]) -> Stamp:
+    return Stamp(Generation(1, stamp[0]), stamp[1])
+
+
+@cache
+def take(agent: Agent, told: Told) -> Agent | None:
+    """The node makes true what can be true at once; None: it does not take this wish (any more)."""
+    if (told.generation, told.stage) <= (agent.told.generation, agent.told.stage):
+        return None
+    if told.phase is PlanPhase.LEAVE:
+        return agent._replace(told=told, workers=(), slots=None, alive=False)
+    g, born = told.generation, dict(told.born)
+    agent = agent._replace(told=told, store=g if told.store and told.phase is PlanPhase.QUIESCE else agent.store)
+    if told.phase in (PlanPhase.QUIESCE, PlanPhase.STOP):
+        return quiet(agent._replace(workers=()), g)
+    if told.phase is PlanPhase.PARK:
+        return quiet(agent._replace(workers=(), applied=g), g)
+    named = tuple(w for w in agent.workers if w.rank in told.ranks and w.born == born.get(w.rank, g))
+    new = tuple(
+        Worker(rank, g, g, NEW, told.stamp or (g, 0))
+        for rank in told.ranks
+        if rank not in born and not any(w.rank == rank for w in named)
+    )
+    agent = quiet(agent._replace(workers=tuple(sorted((*named, *new)))), g)
+    if told.phase is PlanPhase.RUN:
+        running = tuple(
+            w._replace(mode=RUNS, restored=w.restored if w.rank in born else g) if w.joined == g else w
+            for w in agent.workers
+        )
+        agent = agent._replace(workers=running, applied=g)
+    return agent
+
+
+def quiet(agent: Agent, generation: int) -> Agent:
+    """What is not named has ended; slots stand still when the survivors here have left their step."""
+    still = all(w.joined == generation or w.code for w in agent.workers)
+    offered = generation if still else agent.offered
+    return agent._replace(quiesced=generation, offered=offered)
+
+
+def exchange(agent: Agent, worker: Worker) -> Agent:
+    workers = tuple(worker if w.rank == worker.rank else w for w in agent.workers)
+    return quiet(agent._replace(workers=workers), agent.quiesced) if agent.quiesced else agent._replace(workers=workers)

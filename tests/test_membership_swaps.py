@@ -1,0 +1,327 @@
+"""What membership decides for a job whose workers know the runtime, one behaviour a test; every order of events is explored in
+test_model_swapping.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fake_nodes import node_report
+from test_membership import PAIR, Script
+
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_WORKER_FAILED
+from phoenix_launch.job import events as job_events
+from phoenix_launch.job import membership
+from phoenix_launch.job.environment import JobIdentity
+from phoenix_launch.job.plans import node_plan
+from phoenix_launch.job.state import Phase, Rules, Rung
+from phoenix_launch.messages import (
+    NO_GENERATION,
+    PROTOCOL,
+    Envelope,
+    ExitReport,
+    Generation,
+    KeptSlot,
+    NodePlan,
+    NodeReport,
+    PlanPhase,
+    ProcessState,
+    RankReport,
+    RuntimeReport,
+    Slot,
+    SourceKind,
+    Stamp,
+    decode_envelope,
+    encode,
+)
+
+G1, G2, G3 = (Generation(1, n) for n in (1, 2, 3))
+IDENTITY = JobIdentity(job="j", run_id="r", role="default", max_restarts=0, signals=())
+
+
+class Swaps(Script):
+    """Two nodes and spare nodes; each rank holds `ownR`, and version 5 is in the slots of both nodes."""
+
+    def __init__(self, rules: Rules = PAIR, *, spares: int = 0, slots: int = 1, step: int = 5) -> None:
+        super().__init__(rules)
+        self.step = step
+        for index in range(rules.seats_max + spares):
+            self.admit(index, slots, spare=index >= rules.seats_max)
+        for index in range(rules.seats_max + spares):
+            self.report(index, quiesced=NO_GENERATION, applied=NO_GENERATION)
+        self.quiesced()
+        assert self.phase() is Phase.RUNNING
+        for index in range(rules.seats_max + spares):
+            self.train(index)
+
+    def say(self, index: int, *ranks: RankReport, kept: tuple[int, ...] = (5,), offered: bool = True) -> None:
+        self.seq += 1
+        generation = self.state.generation
+        report = node_report(self.incarnation(index), self.seq, quiesced=generation, applied=generation, ranks=ranks)
+        world = len(self.state.places)
+        slots = tuple(KeptSlot(f"own{r}", Slot(Stamp(G1, v))) for r in range(world) for v in kept)
+        fields: dict[str, Any] = {name: getattr(report, name) for name in NodeReport.__struct_fields__}
+        fields |= {"offered": generation if offered else NO_GENERATION, "kept": slots}
+        self.tell(job_events.Reported(index, NodeReport(**fields)))
+
+    def rank(
+        self, rank: int, code: int | None = None, error: str = "", step: int | None = None, **said: Any
+    ) -> RankReport:
+        holder = self.state.holders[rank]
+        said.setdefault("complete", 5)
+        runtime = RuntimeReport(holds=(f"own{rank}",), private=f"own{rank}", **said)
+        ended = None if code is None else ExitReport(code, 0.0, tail=error)
+        at = self.step if step is None else step
+        return RankReport(rank, holder.born, 1000 + rank, ProcessState.RUNNING, at, ended, runtime)
+
+    def here(self, index: int) -> list[int]:
+        return [place.rank for place in self.state.places if place.node == index]
+
+    def train(self, index: int, **exits: Any) -> None:
+        ranks = (self.rank(r, exits.get(f"rank{r}"), exits.get("error", "")) for r in self.here(index))
+        self.say(index, *ranks)
+
+    def leave(self, index: int, version: int = 5) -> None:
+        """Its survivors have left their step for the current generation, its new processes have come up."""
+        generation = self.state.generation
+        said = []
+        for rank in self.here(index):
+            old = self.state.holders[rank].born < generation
+            live = Stamp(G1, version) if old else None
+            said.append(self.rank(rank, joined=generation, live=live, address=f"at{rank}"))
+        self.say(index, *said, kept=() if index > 1 else (5,))
+
+    def restore(self, index: int) -> None:
+        generation = self.state.generation
+        ranks = self.here(index)
+        self.say(index, *(self.rank(r, joined=generation, address=f"at{r}", restored=generation) for r in ranks))
+
+    def swapped(self) -> None:
+        for tell in (self.leave, self.restore):
+            for index in (0, 1):
+                tell(index)
+
+    def started(self) -> None:
+        """A generation of new processes: older ones are gone, the store is there."""
+        for index in (0, 1):
+            self.say(index)
+        self.store_up()
+        for index in (0, 1):
+            self.say(index)
+
+    def plan(self, index: int) -> NodePlan:
+        plan = node_plan(self.state, self.wish(index), IDENTITY)
+        envelope = Envelope(PROTOCOL, "j", self.state.generation, plan)
+        assert decode_envelope(encode(envelope), "j") == envelope
+        return plan
+
+
+def test_a_killed_process_is_made_anew_on_its_node_and_the_survivor_stays() -> None:
+    job = Swaps(spares=1)
+    job.train(1, rank1=-9)
+    assert (job.phase(), job.state.generation, job.state.rung) == (Phase.SWAPPING, G2, Rung.IN_PLACE)
+    assert job.wish(0).phase is PlanPhase.SWAP
+    assert job.wish(0).born == {0: G1}
+    assert job.wish(1).born == {}
+    assert job.ranks_of(1) == [1]
+    job.leave(0)
+    job.leave(1)
+    first, second = (job.plan(index) for index in (0, 1))
+    assert first.resumption is not None
+    assert first.resumption.stamp == Stamp(G1, 5)
+    assert first.resumption.addresses == {0: "at0", 1: "at1"}
+    assert first.resumption.lineage == (Stamp(G2, 5),)
+    assert [source.kind for source in first.ranks[0].sources] == [SourceKind.ITSELF]
+    assert [source.kind for source in second.ranks[0].sources] == [SourceKind.OWN_NODE]
+    assert (first.ranks[0].born, second.ranks[0].born) == (G1, NO_GENERATION)
+    job.restore(0)
+    assert job.phase() is Phase.SWAPPING
+    job.restore(1)
+    assert job.phase() is Phase.RUNNING
+    assert job.wish(0).phase is PlanPhase.RUN
+    assert job.wish(0).born == {0: G1}
+    assert job.state.restarts_used == 0
+
+
+def test_a_lost_node_is_replaced_by_a_spare_node() -> None:
+    job = Swaps(spares=1)
+    job.lose(1)
+    assert job.phase() is Phase.SWAPPING
+    assert job.told(job_events.GenerationBegun)[-1].moved == ((1, 1, 2),)
+    job.leave(0)
+    job.leave(2)
+    assert [(s.kind, s.node) for s in job.plan(2).ranks[0].sources] == [(SourceKind.OTHER_NODE, 0)]
+
+
+def test_addresses_are_told_only_when_all_are_known() -> None:
+    job = Swaps(spares=1)
+    job.train(1, rank1=-9)
+    job.leave(0)
+    assert job.wish(0).addresses == {}
+    job.say(1)
+    assert job.wish(0).recovery is not None
+    assert job.wish(0).addresses == {}
+    job.leave(1)
+    assert set(job.wish(0).addresses) == {0, 1}
+
+
+def test_a_further_failure_during_a_swap_begins_the_next_generation_from_there() -> None:
+    job = Swaps(spares=1)
+    job.train(1, rank1=-9)
+    job.leave(0)
+    job.leave(1)
+    job.lose(1)
+    assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G3)
+    assert job.state.swap is not None
+    assert job.state.swap.recovery is None
+    assert job.wish(0).born == {0: G1}
+    assert job.ranks_of(2) == [1]
+
+
+def test_a_process_that_nobody_has_seen_yet_is_started_by_the_next_generation() -> None:
+    """Its node may never have heard of the generation that was to start it."""
+    job = Swaps(slots=2)
+    job.say(1, job.rank(2, -9), job.rank(3))
+    job.say(0, job.rank(0), job.rank(1, -11))
+    assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G3)
+    assert (job.wish(0).born, job.wish(1).born) == ({0: G1}, {3: G1})
+
+
+def test_without_a_spare_node_survivors_wait_and_go_on_when_one_comes() -> None:
+    job = Swaps()
+    job.lose(1)
+    assert (job.phase(), job.state.generation) == (Phase.WAITING, G2)
+    assert (job.wish(0).phase, job.ranks_of(0), job.wish(0).born) == (PlanPhase.SWAP, [0], {0: G1})
+    job.leave(0)
+    job.admit(1)
+    job.report(1, quiesced=NO_GENERATION, applied=NO_GENERATION)
+    assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G2)
+    assert job.ranks_of(1) == [1]
+
+
+def test_a_survivor_that_dies_while_the_job_waits_is_made_anew_later() -> None:
+    job = Swaps(slots=2)
+    job.lose(1)
+    since = job.state.since
+    job.now += 1
+    job.say(0, job.rank(0, -9), job.rank(1))
+    assert (job.phase(), job.state.generation, job.state.since) == (Phase.WAITING, G3, since)
+    assert job.ranks_of(0) == [1]
+
+
+def test_the_wait_for_a_node_ends_with_93() -> None:
+    job = Swaps()
+    job.lose(1)
+    job.pass_time(61, alive=(0,))
+    assert job.outcome.exit_code == EXIT_DO_NOT_REQUEUE
+
+
+def test_a_survivor_that_does_not_leave_its_step_is_replaced_too() -> None:
+    job = Swaps(slots=2, spares=1)
+    job.say(1, job.rank(2, -9), job.rank(3))
+    for _ in range(12):
+        job.now += 0.5
+        job.leave(0)
+        job.say(1, job.rank(2), job.rank(3), offered=False)
+        job.say(2)
+    assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G3)
+    assert job.wish(1).born == {2: G2}
+    assert "did not leave its step" in job.told(job_events.FaultFound)[-1].detail
+
+
+def test_when_most_do_not_leave_their_step_all_are_forked_again_and_load_from_the_slots() -> None:
+    job = Swaps(slots=2)
+    job.say(1, job.rank(2, -9), job.rank(3))
+    for _ in range(12):
+        job.now += 0.5
+        job.say(0, job.rank(0), job.rank(1), offered=False)
+        job.say(1, job.rank(2), job.rank(3), offered=False)
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SLOTS)
+    job.say(0)
+    job.say(1)
+    job.store_up()
+    job.say(0)
+    assert job.phase() is Phase.RUNNING
+    assert [source.kind for source in job.plan(0).ranks[0].sources] == [SourceKind.OWN_NODE]
+
+
+def test_a_fault_before_the_first_step_is_done_is_repaired_by_new_processes() -> None:
+    job = Swaps(step=0)
+    job.train(1, rank1=-9)
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SLOTS)
+    assert job.state.restarts_used == 0
+
+
+def test_without_a_common_version_the_script_begins_by_itself() -> None:
+    job = Swaps()
+    job.train(1, rank1=-9)
+    job.say(0, job.rank(0, joined=G2), kept=())
+    job.say(1, job.rank(1, joined=G2), kept=())
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SCRIPT)
+
+
+def test_a_swap_after_which_no_version_became_complete_is_followed_by_the_next_rung() -> None:
+    job = Swaps()
+    code = 10
+    rungs = []
+    for _ in range(3):
+        job.train(1, rank1=-code)
+        code += 1
+        rungs.append(job.state.rung)
+        if job.phase() is Phase.SWAPPING:
+            job.swapped()
+        else:
+            job.started()
+        assert job.phase() is Phase.RUNNING
+    assert rungs == [Rung.IN_PLACE, Rung.FROM_SLOTS, Rung.FROM_SCRIPT]
+
+
+def test_a_completed_version_leads_back_to_the_first_rung() -> None:
+    job = Swaps()
+    job.train(1, rank1=-9)
+    job.swapped()
+    job.say(0, job.rank(0, complete=6))
+    job.train(1, rank1=-11)
+    assert (job.phase(), job.state.rung) == (Phase.SWAPPING, Rung.IN_PLACE)
+
+
+def test_an_error_before_the_first_step_is_a_bug() -> None:
+    job = Swaps(step=0)
+    job.train(1, rank1=1, error="KeyError: 'x'")
+    assert job.phase() is Phase.STOPPING
+    assert job.outcome.exit_code == EXIT_WORKER_FAILED
+    assert job.outcome.cause is not None
+    assert job.outcome.cause.rank == 1
+
+
+def test_the_same_end_of_a_rank_at_the_same_step_twice_is_a_bug() -> None:
+    job = Swaps()
+    job.train(1, rank1=-11)
+    job.swapped()
+    job.train(1, rank1=-11)
+    assert job.phase() is Phase.STOPPING
+
+
+def test_the_same_error_of_all_ranks_is_a_bug() -> None:
+    job = Swaps()
+    job.train(1, rank1=1, error="ValueError: loss is nan")
+    assert job.phase() is Phase.SWAPPING
+    job.train(0, rank0=1, error="ValueError: loss is nan")
+    assert job.outcome.exit_code == EXIT_WORKER_FAILED
+    assert job.outcome.cause is not None
+
+
+def test_a_job_that_may_shrink_begins_anew_with_fewer_nodes() -> None:
+    job = Swaps(Rules(seats_min=1, seats_max=2))
+    job.lose(1)
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SCRIPT)
+
+
+def test_what_an_older_process_of_a_rank_says_does_not_count() -> None:
+    job = Swaps(spares=1)
+    old = job.rank(1, -9)
+    job.say(1, old)
+    job.leave(0)
+    job.say(1, old)
+    assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G2)
+    assert membership.step(job.state, job_events.Ticked(), job.now)[0] == job.state
