@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from typing import Any, Final, SupportsFloat
 
 from phoenix_launch.progress import Phase, ProgressPage
@@ -51,6 +52,11 @@ def report(
             tokens=before.tokens + tokens,
         )
     )
+
+
+def remark(text: str) -> None:
+    """One line for the user, among what the script writes to stderr."""
+    print(f"phoenix: {text}", file=sys.stderr, flush=True)
 
 
 def _attach(path: str) -> ProgressPage | None:

@@ -21,6 +21,17 @@ POLL_SECONDS: Final = 0.01
 LEFTOVER_GRACE: Final = 3.0  # seconds that processes which were told to end may take after a module's last test
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For runs on several workers: a file stays together, since its tests share processes; so do all tests of the hosts.
+
+    The longest comes first.
+    """
+    items.sort(key=lambda item: item.path.parent.name != "hosts")
+    for item in items:
+        group = "hosts" if item.path.parent.name == "hosts" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def eventually() -> Callable[..., object]:
     """`eventually(check, seconds=10.0, what="")` returns the first true value of `check()`, or fails the test."""

@@ -1,0 +1,244 @@
+"""`run_step` and `run_section`: whoever calls them only ever sees what is finished; what was aborted is repaired and run again.
+
+Everything here happens on the script's main thread. The thread that brings notices closes the gate and breaks communicators
+(`communicators/abort.py`); this one then comes back from whatever it was in, and finds the gate closed at the next safe point.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from phoenix_runtime import link, rehearsal
+from phoenix_runtime.buckets import fix_bucket_order
+from phoenix_runtime.communicators.backend import BACKEND
+from phoenix_runtime.communicators.gate import Gate, StepAborted
+from phoenix_runtime.errors import ScriptError
+from phoenix_runtime.state import TrainState
+
+T = TypeVar("T")
+WATCHED_STEPS: Final = 3  # in so many first steps parameters are watched for changes outside of Optimizer.step
+
+
+class Repair(Protocol):
+    """What makes communicators whole again after an abort: nobody, a rehearsal, or the whole job."""
+
+    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+        """A step (or its repetition) is about to run; its private bundle was captured, or restored."""
+
+    def before_optimizer(self, state: TrainState) -> None:
+        """The first optimizer of the step is about to change parameters. May raise StepAborted."""
+
+    def repair(self, state: TrainState, reason: BaseException, *, dirty: bool) -> None:
+        """Return when the gate is open again. `dirty`: an optimizer has stepped, so the state is of no version.
+
+        Raises `reason`, or an error that tells why not, when that cannot be done.
+        """
+
+
+class NoRepair:
+    """Without phoenix-run: an error of a collective is the script's, as under torchrun."""
+
+    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+        return None
+
+    def before_optimizer(self, state: TrainState) -> None:
+        return None
+
+    def repair(self, state: TrainState, reason: BaseException, *, dirty: bool) -> None:
+        BACKEND.gate.reopen()
+        raise reason
+
+
+class Loop:
+    """The loop of one process. `repair` is what happens to it when a step was aborted."""
+
+    def __init__(self, gate: Gate, repair: Repair) -> None:
+        self.gate = gate
+        self.repair = repair
+        self._running = ""  # run_step, or run_section: no piece of the script runs inside another
+        self._optimizers = 0  # that have begun to step in this attempt
+        self._hooked = False
+        self._prepared: weakref.WeakSet[TrainState] = weakref.WeakSet()  # whose first step was
+
+    # --- the two verbs -----------------------------------------------------------------------------------------------
+
+    def run_step(self, state: TrainState, function: Callable[[], T]) -> T:
+        self._refuse_nesting("run_step")
+        self._prepare(state)
+        value = self._until_whole("run_step", state, function)
+        if not self._optimizers:
+            self._refuse_pending_gradients(state)
+        state.step += 1
+        state.finish_step()
+        link.report(step=state.step)
+        return value
+
+    def run_section(self, state: TrainState, function: Callable[[], T], name: str) -> T:
+        self._refuse_nesting("run_section")
+        value = self._until_whole("run_section", state, function)
+        if self._optimizers:
+            raise ScriptError(
+                f"the section {name!r} stepped an optimizer",
+                hint="what changes parameters belongs into run_step, a section only communicates",
+            )
+        state.finish_step()
+        return value
+
+    def _until_whole(self, kind: str, state: TrainState, function: Callable[[], T]) -> T:
+        entry, again = state.capture(), False
+        state.watch_safe_points(self.check)
+        while True:
+            self.repair.entered(state, function, again)
+            value, whole = self._attempt(kind, state, function)
+            if whole:
+                return cast(T, value)
+            dirty = self._optimizers > 0
+            reason = self.gate.reason or RuntimeError("a step was aborted without a reason")
+            if not dirty:
+                state.reset_gradients(entry)
+            self.repair.repair(state, reason, dirty=dirty)
+            state.restore(entry)
+            again = True
+
+    def _attempt(self, kind: str, state: TrainState, function: Callable[[], T]) -> tuple[T | None, bool]:
+        """Run the function once. Returns what it returned, and whether nothing of it was aborted."""
+        gate = self.gate
+        self._running, self._optimizers = kind, 0
+        value: T | None = None
+        watched = self._watched_versions(state) if kind == "run_step" else {}
+        self._watched = watched
+        gate.keeps = True
+        try:
+            self.check()
+            value = function()
+        except StepAborted:
+            if not gate.closed:
+                raise
+        except Exception:
+            # What a step computes from the outputs of aborted collectives may well make it fail; if it fails again when
+            # it is repeated, that was its own doing.
+            if not gate.closed:
+                raise
+        finally:
+            try:
+                self._settle()
+            finally:
+                gate.keeps = False
+                self._running, self._watched = "", {}
+        if gate.closed:
+            untouched = self._optimizers > 0 and not (gate.skipped or gate.failures)
+            return value, untouched
+        return value, True
+
+    def _settle(self) -> None:
+        """The end of a step is the end of all its operations: nothing of it may write into tensors later."""
+        for work in self.gate.take_issued():
+            cast(torch.distributed.Work, work).wait()
+
+    # --- safe points -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises StepAborted when the step that runs here cannot be finished, and nothing of the state has changed yet."""
+        if self.gate.closed and not self._optimizers and self._running:
+            raise StepAborted("the step is going to be run again") from self.gate.reason
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        """Torch's global hook, which runs before all hooks of the optimizer itself."""
+        if not self._running:
+            return
+        if not self._optimizers:
+            self.check()
+            self._refuse_changed_parameters(cast(TrainState, self._state))
+            self.repair.before_optimizer(cast(TrainState, self._state))
+        self._optimizers += 1
+
+    # --- what a script must not do -----------------------------------------------------------------------------------
+
+    def _refuse_nesting(self, kind: str) -> None:
+        if self._running:
+            raise ScriptError(
+                f"{kind} was called inside {self._running}",
+                hint="a step or a section is repeated as a whole: call one after the other",
+            )
+
+    def _refuse_pending_gradients(self, state: TrainState) -> None:
+        if state.scales_gradients:
+            return  # a scaler that saw an overflow skips the optimizer
+        for name, parameter in state.parameters():
+            if parameter.grad is not None and bool(_local(parameter.grad).any()):
+                raise ScriptError(
+                    f"step {state.step + 1} ended without an optimizer step and left a gradient in {name}",
+                    hint="accumulate within one run_step (several backwards, one optimizer step), or call zero_grad()",
+                )
+
+    def _watched_versions(self, state: TrainState) -> dict[str, int]:
+        if state.step >= WATCHED_STEPS:
+            return {}
+        return {name: _local(parameter.detach())._version for name, parameter in state.optimized_parameters()}
+
+    def _refuse_changed_parameters(self, state: TrainState) -> None:
+        if not self._watched:
+            return
+        for name, parameter in state.optimized_parameters():
+            before = self._watched.get(name)
+            if before is not None and _local(parameter.detach())._version != before:
+                raise ScriptError(
+                    f"{name} was changed in step {state.step + 1} before any optimizer stepped",
+                    hint="parameters may change in Optimizer.step only: a repeated step would change them twice",
+                )
+
+    # --- the first step ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, state: TrainState) -> None:
+        self._state = state
+        if not self._hooked:
+            self._hooked = True
+            register_optimizer_step_pre_hook(self._before_optimizer)
+        if state not in self._prepared:
+            self._prepared.add(state)
+            for remark in fix_bucket_order(state.modules()):
+                link.remark(remark)
+
+    _state: TrainState | None = None
+    _watched: dict[str, int] = {}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    return cast(torch.Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+LOOP: Final = Loop(BACKEND.gate, rehearsal.from_environment(BACKEND, os.environ) or NoRepair())
+
+
+def run_step(state: TrainState, function: Callable[[], T]) -> T:
+    """Run one optimizer step: `function` reads a batch, computes, and steps the optimizers.
+
+    A step that is interrupted by the failure of a process is repaired and run again; the caller only ever sees the finished
+    one. Without phoenix-run it calls `function` and counts.
+
+    Args:
+        state: everything that the step changes (see TrainState); its `step` is one more afterwards.
+        function: called without arguments; may be called several times, its last value is returned.
+
+    Raises:
+        ScriptError: when the script breaks a rule that repeating steps needs (nested calls, pending gradients ...).
+    """
+    return LOOP.run_step(state, function)
+
+
+def run_section(state: TrainState, function: Callable[[], T], name: str = "section") -> T:
+    """Run a piece that communicates but steps no optimizer (an evaluation, a collective save), repeated as run_step is.
+
+    Args:
+        state: as in run_step; its `step` stays.
+        function: called without arguments.
+        name: what messages call it.
+    """
+    return LOOP.run_section(state, function, name)
