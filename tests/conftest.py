@@ -18,18 +18,31 @@ T = TypeVar("T")
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 POLL_SECONDS: Final = 0.01
+FIRST: Final = ("tests/hosts", "tests/runtime/test_repeated_steps.py", "tests/communicators/test_feature_matrix.py")
 LEFTOVER_GRACE: Final = 3.0  # seconds that processes which were told to end may take after a module's last test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For runs on several workers: a file stays together, since its tests share processes; so do all tests of the hosts.
+    """What takes longest comes first, so that one of several workers is not left alone with it at the end."""
+    items.sort(key=lambda item: FIRST.index(_scope(item.nodeid)) if _scope(item.nodeid) in FIRST else len(FIRST))
 
-    The longest comes first.
-    """
-    items.sort(key=lambda item: item.path.parent.name != "hosts")
-    for item in items:
-        group = "hosts" if item.path.parent.name == "hosts" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """For runs on several workers: a file stays together, since its tests share processes; so do all tests of the hosts."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.split("::")[0]
+    return "tests/hosts" if file.startswith("tests/hosts/") else file
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -90,58 +89,6 @@ def many_in_flight_are_waited_for_in_any_order(rank: Rank) -> object:
         work.wait()
         assert work.is_completed()
     return tensors
-
-
-@case()
-def what_a_work_tells(rank: Rank) -> object:
-    """Works are asked in many ways: by wait with and without a limit, by futures, by results."""
-    found: dict[str, object] = {}
-    tensor = filled(rank, 6)
-    work = dist.all_reduce(tensor, async_op=True)
-    found["wait"] = work.wait(timedelta(seconds=20))
-    found["again"] = work.wait()
-    found["completed"], found["success"] = work.is_completed(), work.is_success()
-    found["exception"] = str(work.exception())
-    found["result"] = work.result()
-    found["synchronize"] = work.synchronize()
-    outputs = [torch.zeros(6) for _ in range(rank.size)]
-    for name, work in {
-        "gather": dist.all_gather(outputs, tensor, async_op=True),
-        "flat": dist.all_gather_into_tensor(torch.zeros(24), tensor, async_op=True),
-        "scatter": dist.reduce_scatter_tensor(torch.zeros(6), tensor.repeat(4), async_op=True),
-        "exchange": dist.all_to_all_single(torch.zeros(4), tensor[:4], async_op=True),
-    }.items():
-        work.wait()
-        with recorded(found, f"result of {name}"):
-            found[f"result of {name}"] = work.result()
-    future = dist.all_reduce(tensor, async_op=True).get_future()
-    found["future"] = future.then(lambda done: [value * 2 for value in done.value()]).wait()
-    found["done"] = future.done()
-    found["gathered"] = dist.all_gather(outputs, tensor, async_op=True).get_future().wait()
-    barrier = dist.barrier(async_op=True)
-    found["barrier"] = barrier.wait()
-    return found
-
-
-@case()
-def a_future_of_each_collective_holds_its_outputs(rank: Rank) -> object:
-    group = dist.group.WORLD
-    assert group is not None
-    whole, part = filled(rank, 8), filled(rank, 2)
-    works = {
-        "allreduce": group.allreduce([filled(rank, 3)]),
-        "broadcast": group.broadcast([filled(rank, 3)]),
-        "allgather": group.allgather([[torch.zeros(2) for _ in range(4)]], [part]),
-        "_allgather_base": group._allgather_base(torch.zeros(8), part),
-        "_reduce_scatter_base": group._reduce_scatter_base(torch.zeros(2), whole),
-        "alltoall_base": group.alltoall_base(torch.zeros(8), whole, [], []),
-        "reduce_scatter": group.reduce_scatter([torch.zeros(2)], [list(whole.chunk(4))]),
-    }
-    found: dict[str, object] = {}
-    for name, work in works.items():
-        with recorded(found, name):
-            found[name] = work.get_future().wait()
-    return found
 
 
 @case()
