@@ -28,6 +28,10 @@ WATCHED_STEPS: Final = 3  # in so many first steps parameters are watched for ch
 class Repair(Protocol):
     """What makes communicators whole again after an abort: nobody, a rehearsal, or the whole job."""
 
+    @property
+    def repairs(self) -> bool:
+        """Whether a step that fails now is going to be repaired. If not, errors of collectives are raised where they occur."""
+
     def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
         """A step (or its repetition) is about to run; its private bundle was captured, or restored."""
 
@@ -43,6 +47,8 @@ class Repair(Protocol):
 
 class NoRepair:
     """Without phoenix-run: an error of a collective is the script's, as under torchrun."""
+
+    repairs = False
 
     def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
         return None
@@ -113,7 +119,7 @@ class Loop:
         value: T | None = None
         watched = self._watched_versions(state) if kind == "run_step" else {}
         self._watched = watched
-        gate.keeps = True
+        gate.keeps = self.repair.repairs
         try:
             self.check()
             value = function()

@@ -59,6 +59,10 @@ class Rehearsal:
 
     # --- what the loop asks ------------------------------------------------------------------------------------------
 
+    @property
+    def repairs(self) -> bool:
+        return self._left > 0
+
     def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
         if self._left <= 0:
             return
@@ -151,4 +155,9 @@ def _listed(names: list[str]) -> str:
 def from_environment(backend: PhoenixBackend, environ: Mapping[str, str]) -> Rehearsal | None:
     """The rehearsal that `--rehearse N` asks this process for, if it does."""
     asked = environ.get(VARIABLE, "")
-    return Rehearsal(backend, int(asked), link.remark) if asked.isdecimal() and int(asked) else None
+    if not asked.isdecimal() or not int(asked):
+        return None
+    speaks = (
+        environ.get("RANK", "0") == "0"
+    )  # all is well on every rank or on none; what differs is raised where it is found
+    return Rehearsal(backend, int(asked), link.remark if speaks else lambda text: None)

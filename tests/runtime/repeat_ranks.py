@@ -97,6 +97,8 @@ class Faults:
 
     # --- as the loop's repair ---
 
+    repairs = True
+
     def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
         self.begun = 0
         self.at = -1 if again else self.at
