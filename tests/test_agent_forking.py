@@ -50,6 +50,14 @@ def parked(node: Node) -> set[int]:
     return set(node.report.parked_pids) | {rank.pid for rank in node.report.ranks}
 
 
+def named(process: psutil.Process) -> str:
+    """Empty when it has ended since it was listed."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def test_parked_processes_become_workers_and_their_whole_trees_end(supervisor: FakeSupervisor) -> None:
     node = start(supervisor, "--exit", "${local_rank}")
     waiting = parked(node)
@@ -60,7 +68,7 @@ def test_parked_processes_become_workers_and_their_whole_trees_end(supervisor: F
         assert ended.pid in waiting, "a worker is a process that was parked"
         supervisor.until(lambda rank=rank: f"rank {rank} True ['--exit', '{rank}']" in supervisor.text())  # type: ignore[misc]
     node.until_report(lambda r: r.parked == 2 and not waiting & set(r.parked_pids))
-    node.until(lambda: not [p for p in psutil.Process(node.agent_pid).children(recursive=True) if p.name() == "sleep"])
+    node.until(lambda: not [p for p in psutil.Process(node.agent_pid).children(recursive=True) if named(p) == "sleep"])
     node.leave()
     assert node.diagnostics() == ""
 

@@ -53,7 +53,7 @@ class Faults:
         self.here = False  # it is this rank's
         self.begun = 0
         self.before_optimizers = 0  # of them, those before the first optimizer
-        self.meetings = self.repairs = self.heard = 0
+        self.run = self.step = self.repairs = self.heard = 0
         self.aborted = threading.Event()
         self._carry = PhoenixGroup._carry
 
@@ -81,13 +81,14 @@ class Faults:
         self.notices.send("a rank died")
         assert self.aborted.wait(DEADLINE)
 
-    def meet(self) -> None:
-        """Not by a collective: who breaks its communicators breaks what the others have not received yet.
+    def meet(self, where: str) -> None:
+        """Wait for all ranks, or for a fault: then not all may come here in this step.
+
+        Not by a collective: who breaks its communicators breaks what the others have not received yet.
 
         In a real job survivors may so come to stand a step apart, which needs more than a repetition.
         """
-        self.meetings += 1
-        name, gate = f"met{self.meetings}", communicators.gate()
+        name, gate = f"run {self.run} step {self.step} {where}", communicators.gate()
         if self.store.add(f"{name}/here", 1) == SIZE:
             self.store.set(name, "")
         until = time.monotonic() + DEADLINE
@@ -108,7 +109,7 @@ class Faults:
         self.before_optimizers = self.begun
         if self.at < 0:
             return
-        self.meet()  # nobody steps before the fault has come
+        self.meet("before the optimizer")  # nobody steps before the fault has come
         if self.at == BEHIND_THE_LAST and not communicators.gate().closed:
             if self.here:
                 self.happen()
@@ -127,10 +128,12 @@ def train(kind: str, rank: int, faults: Faults, plan: list[int]) -> tuple[str, l
     """The digest at the end, and how many collectives the steps had before their optimizer."""
     job = Job(kind, rank)
     counts = []
+    faults.run += 1
     for step in range(STEPS):
+        faults.step = step
         fault = plan[step // EVERY] if step % EVERY == 1 and step // EVERY < len(plan) else -1
         faults.at, faults.here = fault, rank == (step // EVERY + 1) % SIZE
-        faults.meet()
+        faults.meet("at the entry")
         run_step(job.state, job.step)
         counts.append(faults.before_optimizers)
     assert job.state.step == STEPS
