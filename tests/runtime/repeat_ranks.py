@@ -53,7 +53,7 @@ class Faults:
         self.here = False  # it is this rank's
         self.begun = 0
         self.before_optimizers = 0  # of them, those before the first optimizer
-        self.run = self.step = self.repairs = self.heard = 0
+        self.run = self.step = self.repaired = self.heard = 0
         self.aborted = threading.Event()
         self._carry = PhoenixGroup._carry
 
@@ -120,8 +120,8 @@ class Faults:
         assert not dirty, reason
         assert self.aborted.wait(DEADLINE)  # whoever came here by an error has still to hear of it
         self.aborted.clear()
-        self.repairs += 1
-        communicators.BACKEND.rebuild(f"repair{self.repairs}")
+        self.repaired += 1
+        communicators.BACKEND.rebuild(f"repair{self.repaired}")
 
 
 def train(kind: str, rank: int, faults: Faults, plan: list[int]) -> tuple[str, list[int]]:
@@ -156,9 +156,9 @@ def perform(rank: int, port: int, line: Connection, notices: Connection) -> None
             dist.all_reduce(smallest, dist.ReduceOp.MIN)
             count = int(smallest)
             plan = [0, count // 2, count - 1, BEHIND_THE_LAST]
-            before = faults.repairs
+            before = faults.repaired
             aborted, _ = train(kind, rank, faults, plan)
-            line.send({"calm": calm, "aborted": aborted, "repairs": faults.repairs - before, "plan": plan})
+            line.send({"calm": calm, "aborted": aborted, "repairs": faults.repaired - before, "plan": plan})
         except BaseException:
             line.send({"error": traceback.format_exc()[-3000:]})
 
