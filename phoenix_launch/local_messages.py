@@ -1,11 +1,11 @@
-"""What an agent, its fork server and parked processes say to each other, over Unix sockets (`channel.py`)."""
+"""What the processes of one node say to each other, over Unix sockets (`channel.py`)."""
 
 from __future__ import annotations
 
 import msgspec
 
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.messages import Command, Message, checked
+from phoenix_launch.messages import Command, Generation, KeptSlot, Message, Stamp, checked
 
 
 class ForkServerSettings(Message, frozen=True):
@@ -57,7 +57,134 @@ class StoreUp(Message, frozen=True):
     error: str = ""
 
 
-NodeLocal = ForkServerSettings | ForkServerReady | Park | Parked | Become | BecomeStore | StoreUp
+# --- agent <-> checkpoint server -------------------------------------------------------------------------------------
+
+
+class CheckpointSettings(Message, frozen=True):
+    """First message to a checkpoint server. `key`: the job's, hexadecimal, the same on all nodes."""
+
+    job: str
+    node: int
+    agent_pid: int
+    key: str
+    socket: str  # path on which it listens for workers
+    address: str  # on which it listens for other nodes' servers
+    port_low: int = 0  # --port-range, 0: any
+    port_high: int = 0
+
+
+class CheckpointUp(Message, frozen=True):
+    """It listens, for other nodes on this port; or why not."""
+
+    port: int
+    error: str = ""
+
+
+class SlotPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another node's checkpoint server."""
+
+    node: int
+    address: str
+    port: int
+
+
+class SlotRules(Message, frozen=True):
+    """Where the job stands; the whole of it each time. Of an older generation than was known it is not heard.
+
+    `lineage`: at which version each generation resumed; `workers`: the pids that may ask for slots.
+    """
+
+    generation: Generation
+    resume: int
+    lineage: tuple[Stamp, ...]
+    workers: tuple[int, ...]
+    peers: tuple[SlotPeer, ...]
+
+
+class SlotsKept(Message, frozen=True):
+    """All sealed slots of this node, sent when they change: nobody older than `generation` changes them any more."""
+
+    generation: Generation
+    kept: tuple[KeptSlot, ...]
+
+
+# --- worker <-> checkpoint server ------------------------------------------------------------------------------------
+
+
+class FillSlot(Message, frozen=True):
+    """May I write this copy? Answered by SlotToFill, SlotHeld or SlotRefused. `complete`: the newest complete version."""
+
+    generation: Generation  # of the worker
+    bundle: str
+    stamp: Stamp
+    complete: int
+    size: int  # bytes of memory
+
+
+class SlotToFill(Message, frozen=True):
+    """Fill the memory that comes along: slot `index` of the pair. `serial` names it, so that it is mapped once only."""
+
+    bundle: str
+    stamp: Stamp
+    index: int
+    serial: int
+
+
+class SlotHeld(Message, frozen=True):
+    """This very copy is here already, sealed."""
+
+    bundle: str
+    stamp: Stamp
+
+
+class SlotRefused(Message, frozen=True):
+    bundle: str
+    stamp: Stamp
+    why: str
+
+
+class SlotSealed(Message, frozen=True):
+    """The copy is whole (sealed in its memory, or SlotHeld). Copy it to these nodes; one CopySealed for each, and for this
+    node. May be said again."""
+
+    generation: Generation
+    bundle: str
+    stamp: Stamp
+    complete: int
+    replicas: tuple[int, ...]
+
+
+class CopySealed(Message, frozen=True):
+    """The copy on this node is sealed, or why it is not."""
+
+    bundle: str
+    stamp: Stamp
+    node: int
+    error: str = ""
+
+
+class ReadSlot(Message, frozen=True):
+    """Let me read this copy: what this node keeps, else what `node` keeps (-1: nobody else is asked)."""
+
+    generation: Generation
+    bundle: str
+    stamp: Stamp
+    complete: int
+    node: int = -1
+
+
+class SlotToRead(Message, frozen=True):
+    """The memory that comes along holds it, and cannot be written to."""
+
+    bundle: str
+    stamp: Stamp
+
+
+FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
+CheckpointLocal = (
+    CheckpointSettings | CheckpointUp | SlotRules | SlotsKept | FillSlot | SlotSealed | ReadSlot | FromCheckpoint
+)
+NodeLocal = ForkServerSettings | ForkServerReady | Park | Parked | Become | BecomeStore | StoreUp | CheckpointLocal
 
 _locals = msgspec.msgpack.Decoder(NodeLocal)
 

@@ -40,6 +40,11 @@ _ROWS: Final = (
     Timeout("park", 10.0, "a forked process is ready to become a worker"),
     Timeout("store", 10.0, "a parked process has become a TCPStore"),
     Timeout("abort", 5.0, "a worker has left a step that is going to be repeated; past that it is replaced too"),
+    Timeout(
+        "slot_handshake", 5.0, "checkpoint servers of two nodes have proved to each other that they know the job's key"
+    ),
+    Timeout("slot_piece", 10.0, "a checkpoint server takes, gives or answers for the next piece of a copy"),
+    Timeout("slot_request", 30.0, "a node's checkpoint server answers a worker that wants to write or read a slot"),
     Timeout("shutdown", 30.0, "a worker ends after its signal; then SIGKILL to its whole tree", "--shutdown-timeout"),
     Timeout("drain_output", 2.0, "a dead worker's last lines are read (a child of it may hold the pipe open)"),
     Timeout("reap", 5.0, "a process is gone after SIGKILL"),
@@ -60,6 +65,7 @@ ORDERS: Final = (
     Order("resend", 2.0, "orphan", "a lost acknowledgement must not make an orphan"),
     Order("ssh_connect", 1.0, "preflight", "a host that ssh still tries must be waited for"),
     Order("connect", 1.0, "preflight", "an agent that still connects must be waited for"),
+    Order("slot_piece", 2.0, "slot_request", "a worker must wait while its server waits for another one"),
     Order("drain_output", 1.0, "exit_output", "lines that are still read must find the terminal open"),
     Order("exit_output", 1.0, "reader", "output must have the time to arrive before its reader is blamed"),
 )

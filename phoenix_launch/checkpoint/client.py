@@ -1,0 +1,137 @@
+"""The worker's end of its node's checkpoint server. Belongs to one thread (the copier's)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from phoenix_launch import channel
+from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.checkpoint.slots import SlotReader, SlotWriter
+from phoenix_launch.errors import ProtocolError
+from phoenix_launch.local_messages import (
+    CopySealed,
+    FillSlot,
+    FromCheckpoint,
+    ReadSlot,
+    SlotHeld,
+    SlotRefused,
+    SlotSealed,
+    SlotToFill,
+    SlotToRead,
+)
+from phoenix_launch.messages import Generation, Stamp
+from phoenix_launch.timeouts import timeout
+
+REQUEST_SECONDS: Final = timeout("slot_request")
+
+
+class SlotsLink:
+    """One connection. All methods raise OSError when the server is gone, SlotRefusedError when it says no."""
+
+    def __init__(self, path: str, job: str, node: int, seconds: float = REQUEST_SECONDS) -> None:
+        self.generation = Generation(0, 0)  # that this worker runs in; set when it changes
+        self.complete = -1  # the newest version that is known to be complete
+        self._job = job
+        self._node = node
+        self._seconds = seconds
+        self._writers: dict[tuple[str, int], tuple[int, SlotWriter]] = {}
+        self._copies: dict[tuple[str, Stamp, int], str] = {}
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.settimeout(seconds)
+        try:
+            self._sock.connect(path)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def fill(self, bundle: str, stamp: Stamp, size: int) -> SlotWriter | None:
+        """Mapped memory of `size` bytes (`slots.slot_size`) for this copy; None when the node keeps it already."""
+        channel.send(self._sock, FillSlot(self.generation, bundle, stamp, self.complete, size))
+        answer, descriptors = self._answer(bundle, stamp)
+        try:
+            if isinstance(answer, SlotToFill):
+                return self._mapped((bundle, answer.index), answer.serial, descriptors[0])
+            return None
+        finally:
+            _close(descriptors)
+
+    def sealed(self, bundle: str, stamp: Stamp, replicas: tuple[int, ...] = ()) -> None:
+        """Say that the copy is whole, and to which other nodes it has to go; `copied` waits for that."""
+        for node in (self._node, *replicas):
+            self._copies.pop((bundle, stamp, node), None)
+        channel.send(self._sock, SlotSealed(self.generation, bundle, stamp, self.complete, replicas))
+
+    def copied(self, bundle: str, stamp: Stamp, nodes: Iterable[int]) -> dict[int, str]:
+        """When the copies on all of these nodes are sealed or failed: what went wrong, by node (empty: nothing)."""
+        wanted = {(bundle, stamp, node) for node in nodes}
+        deadline = time.monotonic() + self._seconds
+        while not wanted <= self._copies.keys():
+            self._hear(deadline)
+        results = {key[2]: self._copies.pop(key) for key in wanted}
+        return {node: error for node, error in results.items() if error}
+
+    def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
+        """From this node's slot, or, if it has none, from that of `node`, which is then kept here too."""
+        channel.send(self._sock, ReadSlot(self.generation, bundle, stamp, self.complete, node))
+        _, descriptors = self._answer(bundle, stamp)
+        try:
+            reader = SlotReader.attach(descriptors[0], self._job, bundle, stamp)
+        finally:
+            _close(descriptors)
+        if reader is None:
+            raise SlotRefusedError(f"version {stamp.version} of bundle {bundle!r} is damaged")
+        return reader
+
+    def close(self) -> None:
+        self._sock.close()
+        for _, writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _mapped(self, place: tuple[str, int], serial: int, descriptor: int) -> SlotWriter:
+        known = self._writers.get(place)
+        if known is not None and known[0] == serial:
+            return known[1]
+        if known is not None:
+            del self._writers[place]
+            known[1].close()
+        writer = SlotWriter(descriptor)
+        self._writers[place] = (serial, writer)
+        return writer
+
+    def _answer(self, bundle: str, stamp: Stamp) -> tuple[SlotToFill | SlotHeld | SlotToRead, tuple[int, ...]]:
+        """The answer about this copy; what is said of copies that were sealed meanwhile is kept for `copied`."""
+        deadline = time.monotonic() + self._seconds
+        while True:
+            message, descriptors = self._hear(deadline)
+            if not isinstance(message, CopySealed) and (message.bundle, message.stamp) == (bundle, stamp):
+                if isinstance(message, SlotRefused):
+                    raise SlotRefusedError(message.why)
+                return message, descriptors
+            _close(descriptors)  # of a request that was given up after too long
+
+    def _hear(self, deadline: float) -> tuple[FromCheckpoint, tuple[int, ...]]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the node's checkpoint server does not answer")
+        self._sock.settimeout(left)
+        received = channel.receive(self._sock)
+        self._sock.settimeout(self._seconds)
+        if received is None:
+            raise ConnectionResetError("the node's checkpoint server is gone")
+        message, descriptors = received
+        if isinstance(message, CopySealed):
+            self._copies[message.bundle, message.stamp, message.node] = message.error
+        elif not isinstance(message, SlotToFill | SlotHeld | SlotToRead | SlotRefused):
+            _close(descriptors)
+            raise ProtocolError(f"a checkpoint server sent a {type(message).__name__} to a worker")
+        return message, descriptors
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

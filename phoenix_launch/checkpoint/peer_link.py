@@ -1,0 +1,205 @@
+"""A connection between the checkpoint servers of two nodes: both prove that they know the job's key, then frames and bytes.
+
+    caller -> host    greeting, the caller's node and generation, a nonce
+    host -> caller    a nonce, and the host's proof: keyed BLAKE2 over role, job, what the caller said, both nonces
+    caller -> host    the caller's proof
+
+Each frame carries a tag under a key that is made from both nonces, over its direction and number: nothing can be replayed,
+left out or brought in. Before the proofs no more is read than their fixed sizes, and nothing is allocated. Payloads are
+neither encrypted nor tagged: what they are is said by tagged frames around them (`replication.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from phoenix_launch.errors import ProtocolError
+from phoenix_launch.messages import Generation
+
+_GREETING: Final = b"phoenix-slots-1\n"
+_NONCE_BYTES: Final = 32
+_PROOF_BYTES: Final = 32
+_TAG_BYTES: Final = 16
+_CALLER: Final = struct.Struct("!iqq")  # node, term, n
+_LENGTH: Final = struct.Struct("!I")
+_SEQUENCE: Final = struct.Struct("!cQ")
+MAX_FRAME_BYTES: Final = 64 << 10
+PIECE_BYTES: Final = 1 << 20  # of a payload at a time; each has the whole patience
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who calls or is called: the job with its secret key, the node, and the newest generation it knows of."""
+
+    job: str
+    key: bytes  # at most 64 bytes
+    node: int
+    generation: Generation
+
+
+class PeerLink:
+    """One authenticated connection. `node` and `generation` are those of the caller.
+
+    `patience`: seconds in which each frame, and each piece of a payload, has to make its way. All methods raise OSError
+    (TimeoutError among them) when the other end breaks off, and ProtocolError for what it may not send.
+    """
+
+    def __init__(
+        self, sock: socket.socket, key: bytes, *, calling: bool, node: int, generation: Generation, patience: float
+    ) -> None:
+        self.node = node
+        self.generation = generation
+        self.patience = patience
+        self._sock = sock
+        self._key = key
+        self._directions = (b"c", b"h") if calling else (b"h", b"c")  # of what is sent, of what is received
+        self._sent = self._received = 0
+
+    def send(self, body: bytes) -> None:
+        tag = self._tag(self._directions[0], self._sent, body)
+        self._sent += 1
+        _send(self._sock, _LENGTH.pack(len(body)) + body + tag, self.patience)
+
+    def receive(self) -> bytes:
+        deadline = time.monotonic() + self.patience
+        length = _LENGTH.unpack(_exactly(self._sock, _LENGTH.size, deadline))[0]
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {length} bytes between checkpoint servers")
+        body = _exactly(self._sock, length, deadline)
+        tag = _exactly(self._sock, _TAG_BYTES, deadline)
+        if not hmac.compare_digest(tag, self._tag(self._directions[1], self._received, body)):
+            raise ProtocolError("a frame between checkpoint servers was changed on its way")
+        self._received += 1
+        return body
+
+    def send_file(self, descriptor: int, start: int, end: int) -> None:
+        """Straight from the page cache: the interpreter is not involved."""
+        while start < end:
+            _await(self._sock, select.POLLOUT, self.patience)
+            with contextlib.suppress(BlockingIOError):
+                sent = os.sendfile(self._sock.fileno(), descriptor, start, min(PIECE_BYTES, end - start))
+                if not sent:
+                    raise ConnectionResetError("a slot ended in the middle")
+                start += sent
+
+    def receive_into(self, memory: memoryview) -> Iterator[memoryview]:
+        """Fill the memory; gives each piece as soon as it is there, at most PIECE_BYTES."""
+        start = 0
+        while start < len(memory):
+            piece = memory[start : start + PIECE_BYTES]
+            filled = 0
+            while filled < len(piece):
+                _await(self._sock, select.POLLIN, self.patience)
+                with contextlib.suppress(BlockingIOError):
+                    got = self._sock.recv_into(piece[filled:])
+                    if not got:
+                        raise ConnectionResetError("the other checkpoint server closed the connection")
+                    filled += got
+            yield piece
+            start += len(piece)
+
+    def digest(self, memory: memoryview) -> bytes:
+        """What proves to the other end that these bytes are the sender's."""
+        return hashlib.blake2b(memory, key=self._key, digest_size=_PROOF_BYTES).digest()
+
+    def shut(self) -> None:
+        """From another thread: whoever waits here sees at once that it is over."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _tag(self, direction: bytes, number: int, body: bytes) -> bytes:
+        return hashlib.blake2b(_SEQUENCE.pack(direction, number) + body, key=self._key, digest_size=_TAG_BYTES).digest()
+
+
+def call(address: str, port: int, identity: Identity, handshake: float, patience: float) -> PeerLink:
+    """Raises OSError when nobody answers in time, ProtocolError when who answers is not of this job."""
+    deadline = time.monotonic() + handshake
+    sock = socket.create_connection((address, port), timeout=handshake)
+    try:
+        _prepare(sock)
+        generation = identity.generation
+        said = _CALLER.pack(identity.node, generation.term, generation.n) + secrets.token_bytes(_NONCE_BYTES)
+        _send(sock, _GREETING + said, handshake)
+        answer = _exactly(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
+        said += answer[:_NONCE_BYTES]
+        if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(identity, b"host", said)):
+            raise ProtocolError("what answers there does not know the job's key")
+        _send(sock, _proof(identity, b"caller", said), handshake)
+    except BaseException:
+        sock.close()
+        raise
+    key = _proof(identity, b"frames", said)
+    return PeerLink(sock, key, calling=True, node=identity.node, generation=generation, patience=patience)
+
+
+def answer(sock: socket.socket, identity: Identity, handshake: float, patience: float) -> PeerLink:
+    """The other end of `call`, with the same errors. The socket is closed when there is one."""
+    deadline = time.monotonic() + handshake
+    try:
+        _prepare(sock)
+        if _exactly(sock, len(_GREETING), deadline) != _GREETING:
+            raise ProtocolError("somebody who is no checkpoint server called")
+        said = _exactly(sock, _CALLER.size + _NONCE_BYTES, deadline)
+        node, term, n = _CALLER.unpack(said[: _CALLER.size])
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        said += nonce
+        _send(sock, nonce + _proof(identity, b"host", said), handshake)
+        if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES, deadline), _proof(identity, b"caller", said)):
+            raise ProtocolError("somebody who does not know the job's key called")
+    except BaseException:
+        sock.close()
+        raise
+    key = _proof(identity, b"frames", said)
+    return PeerLink(sock, key, calling=False, node=node, generation=Generation(term, n), patience=patience)
+
+
+def _proof(identity: Identity, role: bytes, said: bytes) -> bytes:
+    text = role + b"\0" + identity.job.encode() + b"\0" + said
+    return hashlib.blake2b(text, key=identity.key, digest_size=_PROOF_BYTES).digest()
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _await(sock: socket.socket, event: int, seconds: float) -> None:
+    poll = select.poll()
+    poll.register(sock, event)
+    if not poll.poll(max(0.0, seconds) * 1000):
+        raise TimeoutError("the other checkpoint server stands still")
+
+
+def _send(sock: socket.socket, data: bytes, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    left = memoryview(data)
+    while left:
+        _await(sock, select.POLLOUT, deadline - time.monotonic())
+        with contextlib.suppress(BlockingIOError):
+            left = left[sock.send(left) :]
+
+
+def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        _await(sock, select.POLLIN, deadline - time.monotonic())
+        with contextlib.suppress(BlockingIOError):
+            part = sock.recv(count - len(parts))
+            if not part:
+                raise ConnectionResetError("the other checkpoint server closed the connection")
+            parts += part
+    return bytes(parts)

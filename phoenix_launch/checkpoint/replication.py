@@ -1,0 +1,263 @@
+"""Copies of slots on other nodes: a server sends what was sealed to its partner's, and asks others' for what it needs.
+
+One connection for each copy. The sender says what it offers; the receiver takes the table, the extras and the data
+straight into a slot of its own, compares the keyed BLAKE2 of table and extras and the CRC-32 of the data, seals, and only
+then says so. Whatever breaks off before that leaves the slot unsealed and the other slot of the pair as it was.
+
+Threads: each function runs in the thread of the connection it is about; `Partner` has one thread, which sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias, TypeVar
+
+import msgspec
+
+from phoenix_launch.checkpoint import header, peer_link
+from phoenix_launch.checkpoint.header import PAGE_BYTES, Extent, Header, Label
+from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Wish
+from phoenix_launch.checkpoint.peer_link import PIECE_BYTES, Identity, PeerLink
+from phoenix_launch.checkpoint.slots import SlotMemory
+from phoenix_launch.errors import PhoenixError, ProtocolError
+from phoenix_launch.local_messages import SlotPeer
+from phoenix_launch.messages import Generation, Message, Stamp, encode
+from phoenix_launch.timeouts import timeout
+
+HANDSHAKE_SECONDS: Final = timeout("slot_handshake")
+PATIENCE_SECONDS: Final = timeout("slot_piece")
+WAIT_SECONDS: Final = (
+    PATIENCE_SECONDS / 4
+)  # for what this server has to wait for while the other one waits for its answer
+
+
+class Offer(Message, frozen=True):
+    """This copy can be had, in that many bytes. `complete`: the newest complete version that the sender knows of."""
+
+    label: Label
+    table: int
+    extras: int
+    data: int
+    complete: int
+
+
+class Take(Message, frozen=True):
+    """Yes: send it."""
+
+
+class Held(Message, frozen=True):
+    """This very copy is here: just received and sealed, or before."""
+
+
+class Refusal(Message, frozen=True):
+    why: str
+
+
+class Sums(Message, frozen=True):
+    """After the bytes: what they must have been."""
+
+    head: bytes
+    data_crc: int
+
+
+class Want(Message, frozen=True):
+    """Offer this copy to me."""
+
+    bundle: str
+    stamp: Stamp
+
+
+M = TypeVar("M", bound=Message)
+PeerMessage: TypeAlias = Offer | Take | Held | Refusal | Sums | Want
+_messages = msgspec.msgpack.Decoder(PeerMessage)
+_RANGE: Final = 1 << 48  # bytes that a slot may have: what no memory holds is refused before it is asked for
+
+
+def call(peer: SlotPeer, identity: Identity) -> PeerLink:
+    return peer_link.call(peer.address, peer.port, identity, HANDSHAKE_SECONDS, PATIENCE_SECONDS)
+
+
+def replicate(link: PeerLink, pairs: SlotPairs, bundle: str, stamp: Stamp, complete: int) -> None:
+    """Until the other server has sealed this copy. Raises SlotRefusedError, ProtocolError, OSError."""
+    with pairs.reading(bundle, stamp) as memory:
+        if memory is None:
+            raise SlotRefusedError(f"version {stamp.version} of bundle {bundle!r} is not here any more")
+        _give(link, memory, complete)
+
+
+def fetch(link: PeerLink, pairs: SlotPairs, wish: Wish) -> None:
+    """Bring a copy that the other server keeps into a slot of ours. Raises as `replicate` does."""
+    _say(link, Want(wish.bundle, wish.stamp))
+    offer = _hear(link, Offer)
+    if (offer.label.bundle, offer.label.stamp) != (wish.bundle, wish.stamp):
+        raise ProtocolError("another copy was offered than the one that was asked for")
+    _take(link, pairs, offer, replace(wish, size=_extent(offer).total))
+
+
+def serve(sock: socket.socket, pairs: SlotPairs, identity: Callable[[], Identity]) -> None:
+    """One connection of another server, from its greeting to its end. Raises as `replicate` does."""
+    with contextlib.closing(peer_link.answer(sock, identity(), HANDSHAKE_SECONDS, PATIENCE_SECONDS)) as link:
+        message: Message = _hear(link, Offer, Want)
+        if isinstance(message, Want):
+            with pairs.reading(message.bundle, message.stamp) as memory:
+                if memory is None:
+                    _say(link, Refusal("it is not here"))
+                else:
+                    _give(link, memory, -1)
+        elif isinstance(message, Offer):
+            label = message.label
+            wish = Wish(
+                writer=link,
+                generation=link.generation,
+                bundle=label.bundle,
+                stamp=label.stamp,
+                complete=message.complete,
+                size=_extent(message).total,
+            )
+            _take(link, pairs, message, wish)
+
+
+def _give(link: PeerLink, memory: SlotMemory, complete: int) -> None:
+    found = memory.header()
+    if found is None:
+        _say(link, Refusal("it is damaged"))
+        raise SlotRefusedError("a slot was damaged in memory")
+    extent = found.extent
+    _say(link, Offer(found.label, extent.table, extent.extras, extent.data, complete))
+    if isinstance(_hear(link, Take, Held), Held):
+        return
+    link.send_file(memory.descriptor, PAGE_BYTES, extent.data_offset)
+    crc = _send_data(link, memory, found)
+    _say(link, Sums(link.digest(memory.view[PAGE_BYTES : extent.data_offset]), crc))
+    _hear(link, Held)
+
+
+def _send_data(link: PeerLink, memory: SlotMemory, found: Header) -> int:
+    """Its checksum: the one that came with a replica (so that bits that flip in memory are found too), else a new one."""
+    known, crc = found.label.data_crc, 0
+    for start in range(found.extent.data_offset, found.extent.total, PIECE_BYTES):
+        end = min(start + PIECE_BYTES, found.extent.total)
+        link.send_file(memory.descriptor, start, end)
+        if known < 0:
+            crc = zlib.crc32(memory.view[start:end], crc)
+    return known if known >= 0 else crc
+
+
+def _take(link: PeerLink, pairs: SlotPairs, offer: Offer, wish: Wish) -> None:
+    try:
+        grant = pairs.begin(wish, WAIT_SECONDS)
+    except SlotRefusedError as error:
+        _say(link, Refusal(error.message))
+        raise
+    if grant is None:
+        _say(link, Held())
+        return
+    try:
+        _receive(link, offer, grant.memory.view)
+        pairs.seal(grant)
+    except BaseException as error:
+        header.void(grant.memory.view)
+        pairs.abandon(grant)
+        with contextlib.suppress(OSError):
+            _say(link, Refusal(str(error)))
+        raise
+    _say(link, Held())
+
+
+def _receive(link: PeerLink, offer: Offer, memory: memoryview) -> None:
+    """Into memory that nobody can load before the last line. Raises ProtocolError when bits are not what was sent."""
+    extent = _extent(offer)
+    header.void(memory)
+    _say(link, Take())
+    head = memory[PAGE_BYTES : extent.data_offset]
+    for _ in link.receive_into(head):
+        pass
+    crc = 0
+    for piece in link.receive_into(memory[extent.data_offset : extent.total]):
+        crc = zlib.crc32(piece, crc)
+    sums = _hear(link, Sums)
+    if sums.head != link.digest(head) or sums.data_crc != crc:
+        raise ProtocolError(f"a copy of bundle {offer.label.bundle!r} was changed in memory or on its way")
+    header.relabel(memory, msgspec.structs.replace(offer.label, data_crc=crc), extent)
+    header.seal(memory)
+
+
+def _extent(offer: Offer) -> Extent:
+    if not all(0 <= size < _RANGE for size in (offer.table, offer.extras, offer.data)):
+        raise ProtocolError("a copy of an impossible size was offered")
+    return Extent(offer.table, offer.extras, offer.data)
+
+
+def _say(link: PeerLink, message: PeerMessage) -> None:
+    link.send(encode(message))
+
+
+def _hear(link: PeerLink, *kinds: type[M]) -> M:
+    """The next message, which has to be of one of these kinds. Raises SlotRefusedError for a Refusal."""
+    try:
+        message = _messages.decode(link.receive())
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message between checkpoint servers: {error}") from None
+    if isinstance(message, Refusal):
+        raise SlotRefusedError(f"refused by the other node: {message.why}")
+    if not isinstance(message, kinds):
+        raise ProtocolError(f"a {type(message).__name__} came between checkpoint servers where none may come")
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A copy that has to be sealed on another node. `done` gets what went wrong, or an empty string."""
+
+    generation: Generation
+    bundle: str
+    stamp: Stamp
+    complete: int
+    done: Callable[[str], None]
+
+
+class Partner:
+    """Sends to one other node, one copy after the other; its thread lives until `close`."""
+
+    def __init__(self, peer: SlotPeer, pairs: SlotPairs, identity: Callable[[], Identity]) -> None:
+        self.peer = peer
+        self._pairs = pairs
+        self._identity = identity
+        self._closed = False
+        self._link: PeerLink | None = None
+        self._errands: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"to-node-{peer.node}", daemon=True).start()
+
+    def send(self, errand: Errand) -> None:
+        self._errands.put(errand)
+
+    def close(self) -> None:
+        """Give up what is on its way, too: it keeps a slot from being overwritten."""
+        self._closed = True
+        self._errands.put(None)
+        link = self._link
+        if link is not None:
+            link.shut()
+
+    def _run(self) -> None:
+        while (errand := self._errands.get()) is not None:
+            try:
+                self._carry(errand)
+            except (OSError, PhoenixError) as error:
+                errand.done(str(error))
+            else:
+                errand.done("")
+
+    def _carry(self, errand: Errand) -> None:
+        link = call(self.peer, replace(self._identity(), generation=errand.generation))
+        with contextlib.closing(link):
+            self._link = link  # before the look at `_closed`: one of the two threads sees what the other has done
+            if self._closed:
+                raise ConnectionAbortedError(f"node {self.peer.node} is no partner any more")
+            replicate(link, self._pairs, errand.bundle, errand.stamp, errand.complete)

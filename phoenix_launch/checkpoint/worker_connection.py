@@ -1,0 +1,178 @@
+"""The checkpoint server's end of one worker: slots to fill, slots to read, and word of every copy that was sealed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from dataclasses import replace
+from functools import partial
+from typing import Final, Protocol
+
+from phoenix_launch import channel
+from phoenix_launch.checkpoint import replication
+from phoenix_launch.checkpoint.pairs import Grant, SlotPairs, SlotRefusedError, Wish
+from phoenix_launch.checkpoint.peer_link import Identity
+from phoenix_launch.checkpoint.replication import Errand, Partner
+from phoenix_launch.errors import PhoenixError, ProtocolError
+from phoenix_launch.local_messages import (
+    CopySealed,
+    FillSlot,
+    FromCheckpoint,
+    ReadSlot,
+    SlotHeld,
+    SlotRefused,
+    SlotSealed,
+    SlotToFill,
+    SlotToRead,
+)
+from phoenix_launch.timeouts import timeout
+
+_PATIENCE_SECONDS: Final = timeout("slot_piece")
+_TIMEVAL: Final = struct.Struct("@ll")
+
+
+class Node(Protocol):
+    """What a connection needs of its server."""
+
+    pairs: SlotPairs
+
+    def identity(self) -> Identity: ...
+
+    def partner(self, node: int) -> Partner | None:
+        """Who sends to that node; None when it has no server that we know of."""
+
+
+class WorkerConnection:
+    """Belongs to the thread that calls `serve`; partners' threads send through it too."""
+
+    def __init__(self, sock: socket.socket, node: Node) -> None:
+        self._sock = sock
+        # a worker that is stopped must not hold up who else is served: sends end after a while, receiving waits
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(round(_PATIENCE_SECONDS), 0))
+        self._node = node
+        self._pairs = node.pairs
+        self._sending = threading.Lock()
+        self._grants: dict[str, Grant] = {}
+
+    def serve(self) -> None:
+        """Until the worker goes. What it has begun and not sealed is void then. Raises ProtocolError, OSError."""
+        try:
+            while (received := channel.receive(self._sock)) is not None:
+                message, descriptors = received
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if isinstance(message, FillSlot):
+                    self._fill(message)
+                elif isinstance(message, SlotSealed):
+                    self._sealed(message)
+                elif isinstance(message, ReadSlot):
+                    self._read(message)
+                else:
+                    raise ProtocolError(f"a worker sent a {type(message).__name__} to its checkpoint server")
+        finally:
+            self._sock.close()
+            for grant in self._grants.values():
+                self._pairs.abandon(grant)
+
+    def _fill(self, asked: FillSlot) -> None:
+        wish = Wish(
+            writer=self,
+            generation=asked.generation,
+            bundle=asked.bundle,
+            stamp=asked.stamp,
+            complete=asked.complete,
+            size=asked.size,
+        )
+        try:
+            grant = self._pairs.begin(wish, _PATIENCE_SECONDS)
+        except SlotRefusedError as error:
+            self._say(SlotRefused(asked.bundle, asked.stamp, error.message))
+            return
+        if grant is None:
+            self._say(SlotHeld(asked.bundle, asked.stamp))
+            return
+        self._grants[asked.bundle] = grant
+        answer = SlotToFill(asked.bundle, asked.stamp, grant.index, grant.memory.serial)
+        self._say(answer, grant.memory.descriptor)
+
+    def _sealed(self, said: SlotSealed) -> None:
+        error = self._seal(said)
+        self._copied(said, self._node.identity().node, error)
+        for node in said.replicas:
+            partner = self._node.partner(node)
+            if error or partner is None:
+                self._copied(said, node, error or f"no checkpoint server of node {node} is known")
+            else:
+                done = partial(self._copied, said, node)
+                partner.send(Errand(said.generation, said.bundle, said.stamp, said.complete, done))
+
+    def _seal(self, said: SlotSealed) -> str:
+        """Why the copy is not kept here; empty when it is."""
+        grant = self._grants.get(said.bundle)
+        if grant is not None and grant.wish.stamp == said.stamp:
+            del self._grants[said.bundle]
+            try:
+                self._pairs.seal(grant)
+            except SlotRefusedError as error:
+                return error.message
+        with self._pairs.reading(said.bundle, said.stamp) as memory:
+            return "" if memory is not None else "this node does not keep it"
+
+    def _read(self, asked: ReadSlot) -> None:
+        try:
+            if self._hand_over(asked):
+                return
+            if asked.node >= 0:
+                self._fetch(asked)
+                if self._hand_over(asked):
+                    return
+            why = "this node does not keep it"
+        except (OSError, PhoenixError) as error:
+            why = str(error)
+        self._say(SlotRefused(asked.bundle, asked.stamp, why))
+
+    def _hand_over(self, asked: ReadSlot) -> bool:
+        with self._pairs.reading(asked.bundle, asked.stamp) as memory:
+            if memory is None:
+                return False
+            descriptor = memory.read_only()
+            try:
+                self._say(SlotToRead(asked.bundle, asked.stamp), descriptor)
+            finally:
+                os.close(descriptor)
+            return True
+
+    def _fetch(self, asked: ReadSlot) -> None:
+        """What is fetched is kept like any other copy. Raises OSError, PhoenixError."""
+        partner = self._node.partner(asked.node)
+        if partner is None:
+            raise SlotRefusedError(f"no checkpoint server of node {asked.node} is known")
+        wish = Wish(
+            writer=self,
+            generation=asked.generation,
+            bundle=asked.bundle,
+            stamp=asked.stamp,
+            complete=asked.complete,
+            size=0,
+        )
+        link = replication.call(partner.peer, replace(self._node.identity(), generation=asked.generation))
+        with contextlib.closing(link):
+            replication.fetch(link, self._pairs, wish)
+
+    def _copied(self, said: SlotSealed, node: int, error: str) -> None:
+        """Called by partners' threads as well: a worker that is gone by then does not matter."""
+        with contextlib.suppress(OSError):
+            self._say(CopySealed(said.bundle, said.stamp, node, error))
+
+    def _say(self, message: FromCheckpoint, *descriptors: int) -> None:
+        with self._sending:
+            try:
+                channel.send(self._sock, message, descriptors)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)  # a part of a frame may be out: nothing can follow it
+                raise

@@ -1,0 +1,335 @@
+"""Copies between two nodes' checkpoint servers: whole or not at all, from those who know the job's key and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from checkpoint_nodes import G1, G2, JOB, KEY, SECONDS, CheckpointNode, content, copy, layout, read
+
+from phoenix_launch.checkpoint import peer_link, replication
+from phoenix_launch.checkpoint.header import Extent
+from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Standing, Wish
+from phoenix_launch.checkpoint.peer_link import Identity, PeerLink
+from phoenix_launch.checkpoint.replication import Errand, Partner
+from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
+from phoenix_launch.errors import PhoenixError, ProtocolError
+from phoenix_launch.local_messages import SlotPeer
+from phoenix_launch.messages import Generation, Stamp
+
+ME = Identity(JOB, bytes.fromhex(KEY), 0, G1)
+SIZE = 3 << 20  # more than one piece
+
+
+def test_a_replica_is_sealed_on_the_partner_before_it_is_acknowledged(nodes: list[CheckpointNode]) -> None:
+    link = nodes[0].link()
+    assert copy(link, 3, size=SIZE, replicas=(1,)) == {}
+    assert read(nodes[1].link(), 3) > SIZE
+    kept = nodes[1].until_kept(("b", 3))
+    assert kept.kept == nodes[0].until_kept(("b", 3)).kept
+
+
+def test_versions_follow_each_other_in_the_partners_pair(nodes: list[CheckpointNode]) -> None:
+    link = nodes[0].link()
+    for version in range(6):
+        assert copy(link, version, size=SIZE, replicas=(1,)) == {}
+        link.complete = version
+    nodes[1].until_kept(("b", 4), ("b", 5))
+    assert read(nodes[1].link(), 5) and read(nodes[1].link(), 4)
+
+
+def test_a_replica_is_not_written_over_a_version_that_is_still_needed(nodes: list[CheckpointNode]) -> None:
+    link = nodes[0].link()
+    for version in (0, 1):
+        assert copy(link, version, replicas=(1,)) == {}
+    link.complete = 1
+    assert copy(link, 2) == {}
+    link.complete = -1
+    link.sealed("b", Stamp(G1, 2), (1,))
+    assert "still needed" in link.copied("b", Stamp(G1, 2), [1])[1]
+    nodes[1].until_kept(("b", 0), ("b", 1))
+
+
+def test_a_node_reads_what_another_keeps_and_keeps_it_from_then_on(nodes: list[CheckpointNode]) -> None:
+    assert copy(nodes[0].link(), 3, size=SIZE) == {}
+    link = nodes[1].link()
+    assert read(link, 3, node=0) > SIZE
+    nodes[1].until_kept(("b", 3))
+    nodes[0].kill()
+    assert read(link, 3, node=0) > SIZE
+    with pytest.raises(SlotRefusedError):
+        read(link, 2, node=0)
+    assert copy(link, 4) == {}
+
+
+def test_a_new_generation_brings_an_older_ones_copy_to_another_partner(nodes: list[CheckpointNode]) -> None:
+    link = nodes[0].link()
+    assert copy(link, 3) == {}
+    for node in nodes:
+        node.follow(G2, nodes, resume=3, lineage=(Stamp(G2, 3),))
+    link.generation = G2
+    link.sealed("b", Stamp(G1, 3), (1,))
+    assert link.copied("b", Stamp(G1, 3), [0, 1]) == {}
+    assert read(nodes[1].link(G2), 3)
+
+
+def test_the_partner_may_hear_of_a_generation_later_than_the_sender(nodes: list[CheckpointNode]) -> None:
+    nodes[0].follow(G2, nodes)
+    nodes[0].until_generation(G2)
+    link = nodes[0].link(G2)
+    assert copy(link, 0) == {}
+    link.sealed("b", Stamp(G2, 0), (1,))
+    assert link.copied("b", Stamp(G2, 0), [0]) == {}, "the own copy does not wait for the partner"
+    nodes[1].follow(G2, nodes)
+    assert link.copied("b", Stamp(G2, 0), [1]) == {}
+
+
+def test_an_unreachable_partner_is_said_and_the_own_copy_is_kept(nodes: list[CheckpointNode]) -> None:
+    link = nodes[0].link()
+    nodes[1].kill()
+    failed = copy(link, 0, replicas=(1, 7))
+    assert "refused" in failed[1] and "no checkpoint server" in failed[7] and 0 not in failed
+    assert read(link, 0)
+
+
+# --- the two ends in one process, so that what is between them can be changed -----------------------------------------
+
+
+def sealed_pairs(version: int = 3, generation: Generation = G1) -> SlotPairs:
+    """One bundle at one version, in memory of this process."""
+    pairs = SlotPairs(JOB)
+    pairs.follow(Standing(generation))
+    table, stamp = layout(SIZE), Stamp(generation, version)
+    wish = Wish(
+        writer="w", generation=generation, bundle="b", stamp=stamp, complete=-1, size=slot_size(table, len(b"extras"))
+    )
+    grant = pairs.begin(wish, 0)
+    assert grant is not None
+    writer = SlotWriter(grant.memory.descriptor)
+    data = writer.begin(JOB, "b", stamp, table, b"extras")
+    for row in table.tensors:
+        data[row.offset : row.offset + row.size] = content(version, row.size)
+    writer.seal()
+    pairs.seal(grant)
+    return pairs
+
+
+class Host:
+    """A server's door, in a thread, that serves one connection; `error` is how it ended."""
+
+    def __init__(self, pairs: SlotPairs, identity: Identity) -> None:
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.door.getsockname()[1])
+        self.pairs = pairs
+        self.identity = identity
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        sock, _ = self.door.accept()
+        try:
+            replication.serve(sock, self.pairs, lambda: self.identity)
+        except (OSError, PhoenixError) as error:
+            self.error = error
+        finally:
+            sock.close()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join(SECONDS)
+        self.door.close()
+        assert not self.thread.is_alive()
+
+
+def send(host: Host, pairs: SlotPairs, identity: Identity = ME, version: int = 3) -> None:
+    link = peer_link.call("127.0.0.1", host.port, identity, SECONDS, SECONDS)
+    with contextlib.closing(link):
+        replication.replicate(link, pairs, "b", Stamp(G1, version), -1)
+
+
+def empty_pairs(generation: Generation = G1) -> SlotPairs:
+    pairs = SlotPairs(JOB)
+    pairs.follow(Standing(generation))
+    return pairs
+
+
+def test_a_replica_is_the_same_in_every_byte() -> None:
+    source, target = sealed_pairs(), empty_pairs()
+    with Host(target, ME) as host:
+        send(host, source)
+    with source.reading("b", Stamp(G1, 3)) as one, target.reading("b", Stamp(G1, 3)) as other:
+        assert one is not None and other is not None
+        ours, theirs = one.header(), other.header()
+        assert ours is not None and theirs is not None and ours.extent == theirs.extent
+        assert one.view[4096 : ours.extent.total] == other.view[4096 : ours.extent.total]
+        assert theirs.label.data_crc >= 0 > ours.label.data_crc
+
+
+def test_a_partner_that_stands_still_is_given_up_at_once_when_it_is_no_partner_any_more() -> None:
+    source: SlotPairs = sealed_pairs()
+    results: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        partner = Partner(SlotPeer(1, "127.0.0.1", int(door.getsockname()[1])), source, lambda: ME)
+        partner.send(Errand(G1, "b", Stamp(G1, 3), -1, results.put))
+        sock, _ = door.accept()
+        with contextlib.closing(peer_link.answer(sock, ME, SECONDS, SECONDS)) as link:
+            replication._hear(link, replication.Offer)
+            replication._say(link, replication.Take())
+            partner.close()
+            assert results.get(timeout=replication.PATIENCE_SECONDS / 2)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [replace(ME, key=b"another key"), replace(ME, job="job-2")],
+    ids=["another key", "another job"],
+)
+@pytest.mark.parametrize("who", ["caller", "host"])
+def test_who_does_not_know_the_key_is_refused_by_either_end(stranger: Identity, who: str) -> None:
+    target = empty_pairs()
+    with Host(target, stranger if who == "host" else ME) as host, pytest.raises((ProtocolError, OSError)):
+        send(host, sealed_pairs(), stranger if who == "caller" else ME)
+    assert host.error is not None and target.kept()[1] == ()
+
+
+def test_a_sender_of_an_older_generation_is_refused_and_may_still_fetch() -> None:
+    target = empty_pairs(G2)
+    with Host(target, ME) as host, pytest.raises(SlotRefusedError, match="may not write"):
+        send(host, sealed_pairs())
+    assert target.kept()[1] == ()
+    target, source = empty_pairs(), sealed_pairs()
+    source.follow(Standing(G2, 3))
+    with Host(source, replace(ME, generation=G2)) as host:
+        fetch(host, target)
+    assert target.kept()[1] == source.kept()[1]
+
+
+def fetch(host: Host, pairs: SlotPairs, version: int = 3) -> None:
+    link = peer_link.call("127.0.0.1", host.port, ME, SECONDS, SECONDS)
+    wish = Wish(writer="f", generation=G1, bundle="b", stamp=Stamp(G1, version), complete=-1, size=0)
+    with contextlib.closing(link):
+        replication.fetch(link, pairs, wish)
+
+
+@pytest.mark.parametrize("place", ["table", "extras", "data"])
+def test_bits_that_flip_on_the_way_are_never_sealed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = sealed_pairs(), empty_pairs()
+    extent = extent_in(source)
+    flipped = {"table": 4096, "extras": extent.extras_offset, "data": extent.total - 1}[place]
+    send_file = PeerLink.send_file
+
+    def flip(link: PeerLink, descriptor: int, start: int, end: int) -> None:
+        if start <= flipped < end:
+            send_file(link, descriptor, start, flipped)
+            byte = os.pread(descriptor, 1, flipped)
+            peer_link._send(link._sock, bytes([byte[0] ^ 4]), SECONDS)
+            start = flipped + 1
+        send_file(link, descriptor, start, end)
+
+    monkeypatch.setattr(PeerLink, "send_file", flip)
+    with Host(target, ME) as host, pytest.raises(SlotRefusedError, match="changed in memory or on its way"):
+        send(host, source)
+    assert isinstance(host.error, ProtocolError) and target.kept()[1] == ()
+
+
+def test_a_frame_that_is_changed_or_comes_twice_ends_the_connection() -> None:
+    spoils: list[Callable[[bytes], bytes]] = [
+        lambda frame: frame[:5] + bytes([frame[5] ^ 1]) + frame[6:],
+        lambda frame: frame + frame,
+    ]
+    for spoil in spoils:
+        ours, theirs = socket.socketpair()
+        one, other = (
+            PeerLink(sock, b"key", calling=calling, node=0, generation=G1, patience=SECONDS)
+            for sock, calling in ((ours, True), (theirs, False))
+        )
+        middle, far = socket.socketpair()
+        one._sock = middle
+        one.send(b"an offer")
+        ours.sendall(spoil(far.recv(1000)))
+        with pytest.raises(ProtocolError, match="changed"):
+            other.receive()
+            other.receive()
+        for sock in (ours, theirs, middle, far):
+            sock.close()
+
+
+def extent_in(pairs: SlotPairs) -> Extent:
+    with pairs.reading("b", Stamp(G1, 3)) as memory:
+        assert memory is not None
+        found = memory.header()
+        assert found is not None
+        return found.extent
+
+
+def test_bits_that_flipped_in_a_replicas_memory_are_found_when_it_is_fetched() -> None:
+    replica, target = empty_pairs(), empty_pairs()
+    with Host(replica, ME) as host:
+        send(host, sealed_pairs())
+    with replica.reading("b", Stamp(G1, 3)) as memory:
+        assert memory is not None
+        memory.view[extent_in(replica).data_offset + 100] ^= 1
+    with Host(replica, ME) as host, pytest.raises(ProtocolError, match="changed"):
+        fetch(host, target)
+    assert target.kept()[1] == ()
+
+
+@pytest.mark.parametrize("after", [0, 1, 1 << 20, 2 << 20])
+def test_a_sender_that_breaks_off_leaves_the_older_replica_as_it_was(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = empty_pairs()
+    with Host(target, ME) as host:
+        send(host, sealed_pairs(3))
+    send_file = PeerLink.send_file
+
+    def part(link: PeerLink, descriptor: int, start: int, end: int) -> None:
+        if end > after:
+            send_file(link, descriptor, start, max(start, after))
+            raise ConnectionAbortedError("killed")
+        send_file(link, descriptor, start, end)
+
+    monkeypatch.setattr(PeerLink, "send_file", part)
+    with Host(target, ME) as host, pytest.raises(ConnectionAbortedError):
+        send(host, sealed_pairs(4), version=4)
+    monkeypatch.undo()
+    assert isinstance(host.error, OSError)
+    assert [kept.slot.stamp.version for kept in target.kept()[1]] == [3]
+    with Host(target, ME) as host:
+        send(host, sealed_pairs(4), version=4)
+    assert [kept.slot.stamp.version for kept in target.kept()[1]] == [3, 4]
+
+
+@pytest.mark.parametrize("moment", ["greeting", "proof", "frame"])
+def test_random_bytes_crash_nothing_and_leave_nothing_behind(
+    nodes: list[CheckpointNode], moment: str, eventually: Callable[..., object]
+) -> None:
+    link = nodes[0].link()
+    copy(link, 0)
+    before = nodes[0].threads()
+    for number in range(20):
+        with socket.create_connection(("127.0.0.1", nodes[0].port), SECONDS) as sock:
+            if moment == "frame":
+                peer = peer_link.call("127.0.0.1", nodes[0].port, ME, SECONDS, SECONDS)
+                peer.send(os.urandom(number))
+                with pytest.raises((OSError, ProtocolError)):
+                    peer.receive()
+                peer.close()
+                continue
+            start = peer_link._GREETING if moment == "proof" else b""
+            with contextlib.suppress(OSError):
+                sock.sendall(start + os.urandom(500 + number))
+                while sock.recv(4096):
+                    pass
+    eventually(lambda: nodes[0].threads() <= before, 10)
+    assert read(link, 0)
+    assert copy(link, 1, replicas=(1,)) == {}
