@@ -18,7 +18,12 @@ T = TypeVar("T")
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 POLL_SECONDS: Final = 0.01
-FIRST: Final = ("tests/hosts", "tests/runtime/test_repeated_steps.py", "tests/communicators/test_feature_matrix.py")
+FIRST: Final = (
+    "tests/hosts",
+    "tests/runtime/test_repeated_steps.py",
+    "tests/communicators/test_feature_matrix.py",
+    "tests/communicators/test_shadow.py",
+)
 LEFTOVER_GRACE: Final = 3.0  # seconds that processes which were told to end may take after a module's last test
 
 

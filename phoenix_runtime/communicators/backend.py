@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,7 +17,11 @@ from phoenix_runtime.communicators import batched, compiled, objects
 from phoenix_runtime.communicators.abort import abort
 from phoenix_runtime.communicators.gate import Gate
 from phoenix_runtime.communicators.group import NAME, PhoenixGroup
-from phoenix_runtime.communicators.inner import Devices, Identity, connect
+from phoenix_runtime.communicators.inner import Devices, Identity, connect, unconnected
+from phoenix_runtime.communicators.recording import Recorder
+from phoenix_runtime.communicators.shadow import Shadow
+from phoenix_runtime.communicators.store import Construction
+from phoenix_runtime.startup import StartupRecord
 
 
 class PhoenixBackend:
@@ -27,6 +32,7 @@ class PhoenixBackend:
         self.devices = Devices()
         self._groups: weakref.WeakSet[PhoenixGroup] = weakref.WeakSet()
         self._registered = False
+        self.startup: Recorder | Shadow | None = None  # what stands before the groups until the first step
 
     def register(self, devices: Devices) -> None:
         """Make `backend="phoenix"` known; groups made from now on are served by `devices`. May be called again."""
@@ -55,14 +61,45 @@ class PhoenixBackend:
 
         Old communicators end in a thread of their own: that takes up to a third of a second each.
         """
-        old = [
-            group.replace(
+        groups = self.groups
+        self._adopt(
+            groups,
+            [
                 connect(group.identity, group.devices, PrefixStore(f"{generation}/", group.get_group_store()))
-            )
-            for group in self.groups
-        ]
+                for group in groups
+            ],
+        )
+
+    def construct(self, publish: Callable[[Mapping[str, bytes]], None]) -> Construction:
+        """Begin to build new communicators for every group; `publish` takes this rank's addresses, for all others."""
+        construction = Construction(self.groups, publish)
+        construction.start()
+        return construction
+
+    def adopt(self, construction: Construction, seconds: float) -> None:
+        """Give every group what was built for it, open the gate, and leave shadow mode; raises as `Construction.wait`."""
+        inners = construction.wait(seconds)
+        if isinstance(self.startup, Shadow):
+            self.startup.detach()
+            self.startup = None
+        self._adopt(construction.groups, inners)
+
+    def _adopt(self, groups: Sequence[PhoenixGroup], inners: Sequence[dist.ProcessGroup]) -> None:
+        old = [group.replace(inner) for group, inner in zip(groups, inners, strict=True)]
         self.gate.reopen()
         threading.Thread(target=old.clear, name="phoenix-dispose", daemon=True).start()
+
+    # --- the script's start ------------------------------------------------------------------------------------------
+
+    def record_startup(self) -> Recorder:
+        """From now on what groups receive is recorded, until the third step. Before any group is made."""
+        self.startup = Recorder()
+        return self.startup
+
+    def shadow(self, record: StartupRecord) -> Shadow:
+        """From now on groups have no communicators; the record's rank starts here, alone. Until `adopt`."""
+        self.startup = Shadow(record)
+        return self.startup
 
     def _create(self, options: Any, _: object) -> PhoenixGroup:
         """What torch calls for each new group (`options`: torch's _DistributedBackendOptions)."""
@@ -76,9 +113,12 @@ class PhoenixBackend:
         return self._group(identity, self.devices, options.store)
 
     def _group(self, identity: Identity, devices: Devices, store: Store) -> PhoenixGroup:
-        inner = connect(identity, devices, store)
+        alone = isinstance(self.startup, Shadow)
+        inner = unconnected(identity) if alone else connect(identity, devices, store)
         group = PhoenixGroup(identity, devices, store, inner, self.gate, self._split)
         self._groups.add(group)
+        if self.startup is not None:
+            self.startup.attach(group)
         return group
 
     def _split(

@@ -95,6 +95,21 @@ class PhoenixGroup(ProcessGroup):
         old, self._inner = self._inner, inner
         return old
 
+    def divert(self, carry: Callable[..., Work] | None) -> None:
+        """All operations go to `carry` (called as `_carry` is); None: to the communicators again.
+
+        It hides the method by an attribute of the instance, so that it costs nothing when nobody asked for it.
+        """
+        if carry is None:
+            self.__dict__.pop("_carry", None)
+        else:
+            self.__dict__["_carry"] = carry
+
+    @property
+    def aborted(self) -> bool:
+        """What operations leave in their outputs was never received."""
+        return self._gate.closed
+
     def shutdown(self) -> None:
         """Torch calls it when the group is destroyed; whoever still refers to the group then has something dead."""
         self.living = False

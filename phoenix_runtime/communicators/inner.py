@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import Backend, FakeProcessGroup, HashStore, PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import GroupName
 
 CARRIED: Final = ("gloo", "nccl")  # which backends we can abort and replace
@@ -76,6 +76,18 @@ def connect(identity: Identity, devices: Devices, store: Store) -> ProcessGroup:
             made[name] = _connect_one(name, identity, PrefixStore(f"{name}/", store))
         group._register_backend(torch.device(device), _TYPES[name], made[name])
     group._set_default_backend(_TYPES["nccl" if "nccl" in made else "gloo"])
+    return group
+
+
+def unconnected(identity: Identity) -> ProcessGroup:
+    """What stands in a group until it gets communicators: it refuses every collective."""
+    group = ProcessGroup(HashStore(), identity.rank, identity.size)
+    options: Any = FakeProcessGroup.Options()  # type: ignore[call-arg]
+    options.error_on_collective = True
+    refusing = FakeProcessGroup._create_internal(identity.rank, identity.size, options)  # type: ignore[call-arg]
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, refusing)
+    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     return group
 
 
