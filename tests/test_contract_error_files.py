@@ -21,8 +21,9 @@ main()
 """
 
 # Rank 0 ends the moment rank 1 is gone; neither was told to write an error file.
+# On two nodes the first is told by two messages to one clock: it needs a head start of more than a message's way.
 IN_A_ROW = """
-import os, sys
+import os, select, sys
 place = os.path.join(os.environ["WITNESS"], "pid")
 def gone(pid):
     try:
@@ -38,6 +39,7 @@ if os.environ["RANK"] == "1":
     sys.exit(5)
 while not os.path.exists(place) or not gone(int(open(place).read())):
     pass
+select.select([], [], [], float(os.environ.get("HEAD_START", "0")))
 print("the second", file=sys.stderr)
 sys.exit(4)
 """
@@ -84,7 +86,7 @@ def calls(folder: Path) -> dict[str, Called]:
             "torchrun": Call(["--log-dir", folder / "tlogs", "-t", 3, recorded], to("torchrun"), True),
             "recorded": Call(["--log-dir", folder / "logs", "-t", 3, recorded], to("ours")),
             "one node": Call([*spawn, "--nproc-per-node", 2, in_a_row], NO_TORCH),
-            "two nodes": Call([*spawn, "--nodes", 2, in_a_row], NO_TORCH),
+            "two nodes": Call([*spawn, "--nodes", 2, in_a_row], {**NO_TORCH, "HEAD_START": "0.3"}),
             "deep": Call([*spawn, "--nproc-per-node", 2, script(folder, DEEP, "deep.py")], NO_TORCH),
             "killed": Call([*spawn, script(folder, KILLED, "killed.py")], {**NO_TORCH, **to("killed")}),
             "strange": Call([*spawn, script(folder, STRANGE, "strange.py")], {**NO_TORCH, **to("strange")}),
