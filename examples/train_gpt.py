@@ -1,13 +1,12 @@
-"""A small byte-level GPT on real text, trained with DistributedDataParallel, restarting from its own checkpoint.
+"""A small byte-level GPT on real text, trained with DDP or FSDP; a process or a node that dies does not end it.
 
     phoenix-run --nodes 2 --nproc-per-node 2 --spares 1 examples/train_gpt.py --steps 200
-    torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint /tmp/gpt.pt
+    torchrun --nproc-per-node 4 examples/train_gpt.py
     python examples/train_gpt.py --steps 50
 
-The text is the source code of the running Python's standard library, or `--text FILE`. Rank 0 writes the checkpoint, by
-default to `checkpoints/RUN_ID.pt`; a run that has no id keeps none unless `--checkpoint` names one. The last line on
-stdout is JSON with the final loss and a hash over parameters and optimizer state: equal runs have equal hashes, also
-when one of them was interrupted.
+The text is the source code of the running Python's standard library, or `--text FILE`. The last line on stdout is JSON with the
+final loss and a hash over parameters and optimizer state: equal runs have equal hashes, also when processes were replaced in
+one of them. `train_plain.py` is the same without phoenix_runtime.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
-import io
 import json
 import os
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+import phoenix_runtime as phoenix
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
@@ -89,41 +89,25 @@ def batch_of(text: Tensor, options: argparse.Namespace, step: int) -> tuple[Tens
 
 
 def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of FSDP's shards the whole tensors are put together, so all ranks have to call it."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         tensors = {"": parameter, **optimizer.state[parameter]}
         for key in sorted(tensors):
-            value = tensors[key].detach().cpu().contiguous()
-            digest.update(f"{name} {key} {value.dtype} {tuple(value.shape)}\n".encode())
+            value = tensors[key].detach()
+            value = (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu().contiguous()
+            digest.update(f"{name.removeprefix('module.')} {key} {value.dtype} {tuple(value.shape)}\n".encode())
             digest.update(ctypes.string_at(value.data_ptr(), value.nbytes))
     return digest.hexdigest()
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write the checkpoint whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    torch.save(state, unfinished)
-    os.replace(unfinished, path)
-
-
-def load(path: Path | None, device: torch.device) -> dict[str, Any] | None:
-    """What rank 0 finds, for all ranks: the file need not be on a shared disk. (Object collectives would need NumPy.)"""
-    data = path.read_bytes() if RANK == 0 and path and path.exists() else b""
-    if WORLD_SIZE > 1:
-        size = torch.tensor(len(data), device=device)
-        dist.broadcast(size, 0)
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        content = content.to(device) if RANK == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
-        dist.broadcast(content, 0)
-        content = content.cpu()
-        data = ctypes.string_at(content.data_ptr(), content.nbytes) if content.nbytes else b""
-    return torch.load(io.BytesIO(data), map_location="cpu") if data else None
-
-
-def default_checkpoint() -> str:
-    run = os.environ.get("PHOENIX_JOB") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if run == "none" else f"checkpoints/{run}.pt"
+def parallel(model: GPT, kind: str) -> nn.Module:
+    """What the ranks share: each has the whole model (ddp), or a part of each layer (fsdp)."""
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def parse_options() -> argparse.Namespace:
@@ -137,8 +121,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--text", default="", metavar="FILE", help="train on this file instead")
-    parser.add_argument("--checkpoint", default=default_checkpoint(), metavar="FILE")
-    parser.add_argument("--checkpoint-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--log-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser.parse_args()
@@ -154,47 +137,37 @@ def choose_device(wanted: str) -> torch.device:
 
 def main() -> None:
     options = parse_options()
-    checkpoint = Path(options.checkpoint) if options.checkpoint else None
     device = choose_device(options.device)
-    if WORLD_SIZE > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    phoenix.init_process_group("nccl" if device.type == "cuda" else "gloo")
     text = read_text(options.text)
     torch.manual_seed(options.seed)
-    model: nn.Module = GPT(options.layers, options.width, options.heads, options.sequence).to(device)
+    model = parallel(GPT(options.layers, options.width, options.heads, options.sequence).to(device), options.parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=True)
-    step, loss = 0, torch.tensor(0.0)
-    if found := load(checkpoint, device):
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        step, loss = found["step"], found["loss"]
-    if RANK == 0:
-        size = sum(parameter.numel() for parameter in model.parameters())
-        start = f"step {step} of {checkpoint}" if step else "the beginning"
-        print(f"{WORLD_SIZE} x {device.type}, {size / 1e6:.1f} M parameters, from {start}", flush=True)
-    trained = DistributedDataParallel(model) if WORLD_SIZE > 1 else model
-    # In its first pass DDP sums gradients in another order than later. One pass thrown away makes all steps alike, and
-    # a run that was restarted equal to one that was not, bit for bit.
-    trained(*(part.to(device) for part in batch_of(text, options, step))).backward()
-    optimizer.zero_grad()
-    began, since = time.monotonic(), step
-    while step < options.steps:
-        loss = trained(*(part.to(device) for part in batch_of(text, options, step)))
+    state = phoenix.TrainState(model=model, optimizer=optimizer, loss=0.0)
+
+    def train_step() -> Tensor:
+        loss = model(*(part.to(device) for part in batch_of(text, options, state.step)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        step += 1
-        if RANK == 0 and (step % options.log_every == 0 or step == options.steps):
-            pace = (time.monotonic() - began) / (step - since)
-            print(f"step {step:4d}/{options.steps}  loss {loss.item():.4f}  {pace:.3f} s/step", flush=True)
-        if RANK == 0 and checkpoint and (step % options.checkpoint_every == 0 or step == options.steps):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save(checkpoint, {**state, "step": step, "loss": loss.detach()})
+        return loss.detach()
+
     if RANK == 0:
-        print(
-            json.dumps({"step": step, "loss": loss.item(), "state_sha256": state_sha256(model, optimizer)}), flush=True
-        )
-    if WORLD_SIZE > 1:
-        dist.destroy_process_group()
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{WORLD_SIZE} x {device.type}, {size / 1e6:.1f} M parameters, from step {state.step}", flush=True)
+    began, since = time.monotonic(), state.step
+    while state.step < options.steps:
+        loss = phoenix.run_step(state, train_step)
+        phoenix.report(loss=loss, tokens=options.batch * options.sequence)
+        if state.step % options.log_every == 0 or state.step == options.steps:
+            state.loss = loss.item()
+            if RANK == 0:
+                pace = (time.monotonic() - began) / (state.step - since)
+                print(f"step {state.step:4d}/{options.steps}  loss {state.loss:.4f}  {pace:.3f} s/step", flush=True)
+    digest = state_sha256(model, optimizer)
+    if RANK == 0:
+        print(json.dumps({"step": state.step, "loss": state.loss, "state_sha256": digest}), flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

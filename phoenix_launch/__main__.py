@@ -1,5 +1,6 @@
 """`python -m phoenix_launch` is `phoenix-run`; a Ctrl-C while it still loads is an end like any other."""
 
+import gc
 import signal
 import sys
 
@@ -12,7 +13,9 @@ def main() -> int:
 
     if heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return command_line()
+    code = command_line()
+    gc.freeze()  # the process ends, and with it all memory: the interpreter need not search that for garbage
+    return code
 
 
 if __name__ == "__main__":

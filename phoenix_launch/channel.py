@@ -12,7 +12,7 @@ import msgspec
 
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import NodeLocal, decode_local
-from phoenix_launch.messages import MAX_MESSAGE_BYTES, encode
+from phoenix_launch.wire import MAX_MESSAGE_BYTES, encode
 
 _HEADER = struct.Struct("!I")
 _MAX_DESCRIPTORS = 8

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from phoenix_launch.bootstrap import Command
+from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.messages import Command, Generation, KeptSlot, Message, Stamp, checked
+from phoenix_launch.messages import Ground, PlanPhase, Resumption, RuntimeReport
+from phoenix_launch.wire import Generation, Message, checked
 
 
 class ForkServerSettings(Message, frozen=True):
@@ -78,14 +81,6 @@ class CheckpointUp(Message, frozen=True):
 
     port: int
     error: str = ""
-
-
-class SlotPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another node's checkpoint server."""
-
-    node: int
-    address: str
-    port: int
 
 
 class SlotRules(Message, frozen=True):
@@ -180,11 +175,48 @@ class SlotToRead(Message, frozen=True):
     stamp: Stamp
 
 
+# --- worker <-> agent ------------------------------------------------------------------------------------------------
+
+
+class WorkerReport(Message, frozen=True):
+    """From a worker that knows the runtime, the whole of what it says; the first one is its hello."""
+
+    runtime: RuntimeReport
+
+
+class WorkerPlan(Message, frozen=True):
+    """To a worker: what its node's plan is for it. The whole of it each time; sent when it says hello, and at each change.
+
+    A plan of phase SWAP and a new generation is the notice of a fault: the step under way is not going to be finished.
+    """
+
+    generation: Generation
+    phase: PlanPhase  # RUN or SWAP
+    node: int
+    alone: bool  # it was started for a swap: it has to start alone, with groups that have no communicators
+    slots: str  # the path of the checkpoint server's socket, empty: it is not up yet
+    ground: Ground | None = None
+    resumption: Resumption | None = None
+    sources: tuple[Source, ...] = ()  # for this rank
+    leave: bool = False  # all scripts are over: it need not wait any longer
+
+
 FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
 CheckpointLocal = (
     CheckpointSettings | CheckpointUp | SlotRules | SlotsKept | FillSlot | SlotSealed | ReadSlot | FromCheckpoint
 )
-NodeLocal = ForkServerSettings | ForkServerReady | Park | Parked | Become | BecomeStore | StoreUp | CheckpointLocal
+WorkerLocal = WorkerReport | WorkerPlan
+NodeLocal = (
+    ForkServerSettings
+    | ForkServerReady
+    | Park
+    | Parked
+    | Become
+    | BecomeStore
+    | StoreUp
+    | CheckpointLocal
+    | WorkerLocal
+)
 
 _locals = msgspec.msgpack.Decoder(NodeLocal)
 

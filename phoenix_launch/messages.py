@@ -1,8 +1,4 @@
-"""Every message of the project: what supervisor, agents, fork servers and commands say to each other.
-
-All are frozen msgspec structs over msgpack, tagged by their class name, with unknown fields refused. On the bus each
-travels in an `Envelope` that names protocol, job and generation. Those within a node are in `local_messages.py`.
-"""
+"""What supervisor and agents say to each other, and hosts that join by themselves; with the commands' words, the whole bus."""
 
 from __future__ import annotations
 
@@ -11,164 +7,10 @@ from typing import Final
 
 import msgspec
 
-from phoenix_launch.errors import ProtocolError
-
-PROTOCOL: Final = 1
-MAX_MESSAGE_BYTES: Final = 8 << 20
-JOINING: Final = "joining"  # in place of the job's id, from and to hosts that do not know it yet
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The root of all messages; its tag is the class name."""
-
-
-class Generation(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """(term, n): n grows at every change of the map rank -> process, term at every change of supervisor."""
-
-    term: int
-    n: int
-
-    def following(self) -> Generation:
-        return Generation(self.term, self.n + 1)
-
-    def __str__(self) -> str:
-        return f"g{self.n}" if self.term == 1 else f"t{self.term}g{self.n}"
-
-
-NO_GENERATION: Final = Generation(0, 0)
-
-
-# --- training state in memory: what a report offers and a plan names (the rules are in job/commit.py) ----------------
-
-
-class Stamp(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """Which state it is: the generation that computed it, and the version (steps completed before it)."""
-
-    generation: Generation
-    version: int
-
-
-class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One in-memory copy of one bundle. `layout`: digest of names, shapes and types; `sealed`: it is whole."""
-
-    stamp: Stamp
-    layout: str = ""
-    sealed: bool = True
-
-
-class KeptSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node keeps this slot of the bundle with this key, its own or another node's replica."""
-
-    bundle: str
-    slot: Slot
-
-
-class SourceKind(enum.Enum):
-    """Where a rank takes a bundle from; cheapest first."""
-
-    ITSELF = "itself"  # live there; the private bundle from the copy that was taken at the step's entry
-    OWN_NODE = "own-node"  # a slot of the node it runs on
-    OTHER_NODE = "other-node"  # a slot of another node, one of its own or a replica
-    HOLDER = "holder"  # another rank that is live and holds the same bundle
-
-
-class Source(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """One bundle of one rank comes from here. `node`: whose slot, or where the `holder` runs."""
-
-    bundle: str
-    kind: SourceKind
-    node: int
-    holder: int = -1
-
-
-# --- what the launcher knows about a job, as it travels to the nodes -------------------------------------------------
-
-
-class RunMode(enum.Enum):
-    SCRIPT = "script"  # python SCRIPT ARGS
-    MODULE = "module"  # python -m MODULE ARGS
-    RUN_PATH = "run-path"  # runpy.run_path in a fresh interpreter
-    EXEC = "exec"  # --no-python: the command itself
-
-
-class StartMethod(enum.Enum):
-    FORK = "fork"
-    SPAWN = "spawn"
-
-
-class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every worker runs. `preload` is "auto", "none" or a comma-separated list of modules."""
-
-    mode: RunMode
-    target: str
-    args: tuple[str, ...]
-    python: str
-    start_method: StartMethod = StartMethod.FORK
-    preload: str = "auto"
-    virtual_local_rank: bool = False
-    numa_binding: str = ""  # --numa-binding, empty: none
-
-
-class StreamChoice(enum.IntFlag):
-    """torchrun's Std: which of a worker's streams an option speaks of."""
-
-    NONE = 0
-    OUT = 1
-    ERR = 2
-    ALL = 3
-
-
-class OutputSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the output of a node's workers goes. Maps are by local rank; the key -1 holds for all others."""
-
-    folder: str  # logs/NODE of the job's folder (or of --log-dir)
-    redirects: dict[int, int] = {}
-    tees: dict[int, int] = {}
-    console_local_ranks: tuple[int, ...] | None = None  # --local-ranks-filter
-    stdout_filters: tuple[str, ...] = ()
-    stderr_filters: tuple[str, ...] = ()
-    torchrun_folder: str = ""  # <log-dir>/<run id>_<random>_<node>, empty without --redirects, --tee and filters
-    line_prefix_template: str = ""  # TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
-    role: str = "default"
-    size_limit: int = 1 << 30  # bytes a log file may reach before it is rotated (one older file is kept)
-    files: bool = True  # False: --log-dir /dev/null
-
-
-class AgentTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows of the table of timeouts that an agent needs, in seconds."""
-
-    heartbeat_interval: float
-    orphan: float
-    connect: float
-    fork_server: float
-    drain_output: float
-    reap: float
-
-
-class AgentBootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an agent gets on its stdin as one line of JSON: everything, keys included, never in argv, never by a shell."""
-
-    job: str
-    node: str
-    index: int
-    term: int
-    incarnation: str
-    control_endpoint: str
-    output_endpoint: str
-    server_key: str  # CURVE, Z85
-    public_key: str
-    secret_key: str
-    environment: dict[str, str]  # the whole environment of the workers, before the per-rank part
-    cwd: str
-    command: Command
-    output: OutputSettings
-    timeouts: AgentTimeouts
-    interface: str = ""  # --interface; empty: the address by which the supervisor is reached
-    address: str = ""  # the address other hosts know this node by, empty: find out (ssh's, else towards the supervisor)
-    port_low: int = 0  # --port-range, 0: any
-    port_high: int = 0
-    simulated: bool = False
-
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.command_messages import DrillKind, FromCommand, ToCommand
+from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp
+from phoenix_launch.wire import NO_GENERATION, Envelope, Generation, Message, opened
 
 # --- agent -> supervisor ---------------------------------------------------------------------------------------------
 
@@ -232,6 +74,11 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     live: Stamp | None = None  # what it offers to that generation, None: it is dirty, or new
     address: str = ""  # of its communicators in that generation
     restored: Generation = NO_GENERATION  # it holds the resume version of this generation, and its communicators are up
+    stepped: Generation = NO_GENERATION  # the newest one in which it has finished a step
+    aborted: Generation = NO_GENERATION  # no thread of it is in a collective of an older generation any more
+    returns: bool = False  # it can go back in place to the version before the one it offers
+    outside: str = ""  # why it cannot be repaired in place, whatever comes: a collective outside of a step was aborted
+    leaving: bool = False  # its script is over, it waits for the others
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -269,6 +116,7 @@ class NodeReport(Message, frozen=True):
     complaint: str = ""  # why this node cannot do its work (the fork server died three times ...), empty: it can
     offered: Generation = NO_GENERATION  # nobody of an older generation writes to its slots any more; they are:
     kept: tuple[KeptSlot, ...] = ()
+    slots: SlotPeer | None = None  # where its checkpoint server is
 
 
 class PeerProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,6 +187,14 @@ class Resumption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: dict[int, str] = {}  # rank -> address, empty until all are known
 
 
+class Ground(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who runs where, which decides what is copied where to (`job/commit.py`)."""
+
+    places: dict[int, int]  # rank -> node
+    domains: tuple[tuple[int, str], ...]  # nodes that have ranks, each with its failure domain, in the ring's order
+    servers: tuple[SlotPeer, ...]  # checkpoint servers of all nodes
+
+
 class NodePlan(Message, frozen=True):
     """What a node has to make true. Being a wish and not a command it may arrive twice, late, or not at all (then again)."""
 
@@ -351,18 +207,14 @@ class NodePlan(Message, frozen=True):
     grace: float = 30.0  # seconds from `signal` to SIGKILL
     attempt: int = 0  # TORCHELASTIC_RESTART_COUNT; names folders in torchrun's log layout
     resumption: Resumption | None = None
+    ground: Ground | None = None  # None: nobody of this job knows the runtime
+    leave: bool = False  # all scripts are over: who waits for the others may end
 
 
 class Probe(Message, frozen=True):
     """Dial these neighbours' probe ports and say how it went."""
 
     peers: tuple[PeerProbe, ...]
-
-
-class DrillKind(enum.Enum):
-    KILL_WORKER = "kill-worker"
-    KILL_NODE = "kill-node"
-    KILL_AGENT = "kill-agent"
 
 
 class Drill(Message, frozen=True):
@@ -407,120 +259,15 @@ class JobEnded(Message, frozen=True):
     text: str = ""
 
 
-# --- commands <-> supervisor -----------------------------------------------------------------------------------------
-
-
-class StatusRequest(Message, frozen=True):
-    pass
-
-
-class StatusReply(Message, frozen=True):
-    status: str  # JSON, the document of `status --json`
-
-
-class StopRequest(Message, frozen=True):
-    signal: int = 15
-
-
-class FaultRequest(Message, frozen=True):
-    """inject-fault: `node` is an index or a name, empty when `rank` is meant."""
-
-    kind: DrillKind
-    rank: int = -1
-    node: str = ""
-    dry_run: bool = False
-
-
-class Answer(Message, frozen=True):
-    """To a command that asked for something to be done."""
-
-    ok: bool
-    text: str = ""
-
-
 FromAgent = Hello | NodeReport | ProbeReport | Remark | Farewell
 FromJoiner = JoinRequest | Leaving
-FromCommand = StatusRequest | StopRequest | FaultRequest
 ToAgent = Prepare | ReportAck | NodePlan | Probe | Drill
 ToJoiner = JoinReply | JobEnded
-ToCommand = StatusReply | Answer
 Body = FromAgent | FromJoiner | FromCommand | ToAgent | ToJoiner | ToCommand
 
-
-class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    protocol: int
-    job: str
-    generation: Generation
-    body: Body
+ENVELOPES: Final = msgspec.msgpack.Decoder(Envelope[Body])
 
 
-# --- worker output, agent -> supervisor's console (its own socket, so that a slow terminal never delays the bus) -----
-
-
-class OutputChunk(Message, frozen=True):
-    """Whole lines of one stream of one worker. `prefix`: what --tee asks for before each line, as torchrun writes it."""
-
-    node: str
-    rank: int
-    generation: Generation
-    stream: int  # 1 stdout, 2 stderr
-    data: bytes
-    prefix: str = ""
-
-
-class OutputEnd(Message, frozen=True):
-    """Everything that this worker wrote to this stream has been sent."""
-
-    node: str
-    rank: int
-    generation: Generation
-    stream: int
-
-
-FromOutput = OutputChunk | OutputEnd
-
-
-class OutputEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    protocol: int
-    job: str
-    body: FromOutput
-
-
-_encoder = msgspec.msgpack.Encoder()
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_outputs = msgspec.msgpack.Decoder(OutputEnvelope)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
-
-
-def checked(data: bytes) -> bytes:
-    """The data, if it is not larger than anything we send. Raises ProtocolError."""
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(data)} bytes (at most {MAX_MESSAGE_BYTES} are taken)")
-    return data
-
-
-def decode_envelope(data: bytes, job: str) -> Envelope:
-    """Raises ProtocolError for anything that is not a well-formed message of this protocol and job."""
-    try:
-        envelope = _envelopes.decode(checked(data))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed message: {error}") from None
-    if envelope.protocol != PROTOCOL:
-        raise ProtocolError(f"message of protocol {envelope.protocol}, this is {PROTOCOL}")
-    if envelope.job != job:
-        raise ProtocolError(f"message of job {envelope.job!r}, this is {job!r}")
-    return envelope
-
-
-def decode_output(data: bytes, job: str) -> FromOutput:
-    """Raises ProtocolError as `decode_envelope` does."""
-    try:
-        envelope = _outputs.decode(checked(data))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed output message: {error}") from None
-    if (envelope.protocol, envelope.job) != (PROTOCOL, job):
-        raise ProtocolError(f"output of protocol {envelope.protocol}, job {envelope.job!r}")
-    return envelope.body
+def decode_envelope(data: bytes, job: str) -> Envelope[Body]:
+    """Raises ProtocolError as `wire.opened` does."""
+    return opened(data, ENVELOPES, job)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 PAGE_BYTES: Final = 4096
-LAYOUT: Final = 1  # at offset 0, so that two versions of us never misread each other
+LAYOUT: Final = 2  # at offset 0, so that two versions of us never misread each other
 
 # 64-bit words, each stored by one aligned store; the words after them up to PAGE_BYTES are reserved.
-_LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS = range(6)
+_LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS, _COMPLETE = range(7)
 _READ_TRIES: Final = 100
 
 
@@ -33,6 +33,7 @@ class Progress:
     loss: float = float("nan")
     tokens: int = 0
     reports: int = 0
+    complete: int = -1  # the newest version all copies of which are sealed, -1: unknown; of another thread's making
 
 
 class ProgressPage:
@@ -60,6 +61,7 @@ class ProgressPage:
             os.close(descriptor)
             raise
         page._write(Progress())
+        page._signed[_COMPLETE] = -1
         page._signed[_SEQUENCE] = 0
         page._signed[_LAYOUT] = LAYOUT
         return descriptor, page
@@ -80,11 +82,15 @@ class ProgressPage:
         return page
 
     def write(self, progress: Progress) -> None:
-        """Store a report; its `reports` is counted here, not taken over."""
+        """Store a report; its `reports` is counted here, its `complete` is not taken over: see `write_complete`."""
         sequence = self._signed[_SEQUENCE] | 1
         self._signed[_SEQUENCE] = sequence
         self._write(progress)
         self._signed[_SEQUENCE] = sequence + 1
+
+    def write_complete(self, version: int) -> None:
+        """One word by itself, which any one thread may write while another one writes reports."""
+        self._signed[_COMPLETE] = version
 
     def read(self) -> Progress:
         progress = Progress()
@@ -96,6 +102,7 @@ class ProgressPage:
                 loss=self._real[_LOSS],
                 tokens=self._signed[_TOKENS],
                 reports=before // 2,
+                complete=self._signed[_COMPLETE],
             )
             if before % 2 == 0 and before == self._signed[_SEQUENCE]:
                 break

@@ -60,6 +60,7 @@ class SwapStatus(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int | None = None
     phases: dict[str, float] = {}
     total: float | None = None
+    why: str = ""  # not in place
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from phoenix_launch.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Timeout:
+class Timeout(NamedTuple):
     """One row. `option` is the flag that sets it, empty when it is fixed."""
 
     name: str
@@ -19,8 +17,7 @@ class Timeout:
     option: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """`shorter` times `factor` must be at most `longer`, because of `why`."""
 
     shorter: str
@@ -39,7 +36,19 @@ _ROWS: Final = (
     Timeout("fork_server", 120.0, "torch and the script's imports are loaded"),
     Timeout("park", 10.0, "a forked process is ready to become a worker"),
     Timeout("store", 10.0, "a parked process has become a TCPStore"),
-    Timeout("abort", 5.0, "a worker has left a step that is going to be repeated; past that it is replaced too"),
+    Timeout(
+        "abort",
+        5.0,
+        "a worker is out of the collectives of a step that is going to be repeated; past that it is replaced",
+    ),
+    Timeout(
+        "leave_step", 60.0, "a worker comes to the end of a step that is going to be repeated; past that it is replaced"
+    ),
+    Timeout(
+        "notice", 15.0, "a worker whose collective failed hears which process caused it; past that it is its own error"
+    ),
+    Timeout("rebuild", 60.0, "communicators of a new generation are connected"),
+    Timeout("copies_ready", 60.0, "all nodes of a job that can be repaired have started their checkpoint servers"),
     Timeout(
         "slot_handshake", 5.0, "checkpoint servers of two nodes have proved to each other that they know the job's key"
     ),
@@ -65,6 +74,7 @@ ORDERS: Final = (
     Order("resend", 2.0, "orphan", "a lost acknowledgement must not make an orphan"),
     Order("ssh_connect", 1.0, "preflight", "a host that ssh still tries must be waited for"),
     Order("connect", 1.0, "preflight", "an agent that still connects must be waited for"),
+    Order("abort", 1.0, "leave_step", "who still waits in a collective cannot come to the end of its step"),
     Order("slot_piece", 2.0, "slot_request", "a worker must wait while its server waits for another one"),
     Order("drain_output", 1.0, "exit_output", "lines that are still read must find the terminal open"),
     Order("exit_output", 1.0, "reader", "output must have the time to arrive before its reader is blamed"),

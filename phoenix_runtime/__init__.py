@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from phoenix_runtime.link import report
 
 if TYPE_CHECKING:
+    from phoenix_runtime.checkpoint.bundles import replicated
     from phoenix_runtime.communicators.gate import StepAborted
     from phoenix_runtime.data import Batches
-    from phoenix_runtime.distributed import init_process_group, is_resilient
+    from phoenix_runtime.distributed import generation, init_process_group, is_resilient, on_swap
     from phoenix_runtime.errors import RehearsalError, ScriptError
     from phoenix_runtime.loop import run_section, run_step
     from phoenix_runtime.state import TrainState
@@ -21,8 +22,11 @@ __all__ = [
     "ScriptError",
     "StepAborted",
     "TrainState",
+    "generation",
     "init_process_group",
     "is_resilient",
+    "on_swap",
+    "replicated",
     "report",
     "run_section",
     "run_step",
@@ -35,8 +39,11 @@ _ROOMS: Final = {
     "ScriptError": "errors",
     "StepAborted": "communicators.gate",
     "TrainState": "state",
+    "generation": "distributed",
     "init_process_group": "distributed",
     "is_resilient": "distributed",
+    "on_swap": "distributed",
+    "replicated": "checkpoint.bundles",
     "run_section": "loop",
     "run_step": "loop",
 }

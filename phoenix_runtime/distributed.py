@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from phoenix_runtime import communicators
+from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.messages import PlanPhase
+from phoenix_launch.timeouts import timeout as row
+from phoenix_runtime import communicators, leaving, rehearsal
+from phoenix_runtime.checkpoint import private
+from phoenix_runtime.checkpoint.copier import Copier
+from phoenix_runtime.communicators import BACKEND
+from phoenix_runtime.control import Control
+from phoenix_runtime.fault_points import FAULT_POINTS
+from phoenix_runtime.fault_points import VARIABLE as FAULTS
+from phoenix_runtime.loop import LOOP
+from phoenix_runtime.repair import Swaps, open_slots, private_source
+from phoenix_runtime.startup import StartupRecord
 
 JOB: Final = "PHOENIX_JOB"  # set by phoenix-run for each worker
+_AGREEMENT: Final = "phoenix/agreement"
 
 
 def is_resilient() -> bool:
-    """Whether this process was started by phoenix-run with communicators that can be replaced."""
-    return JOB in os.environ and dist.is_initialized() and dist.get_backend() == communicators.NAME
+    """Whether a failure of another process is repaired here, while this one lives on."""
+    return isinstance(LOOP.repair, Swaps) and dist.is_initialized()
+
+
+def generation() -> int:
+    """How often the map from ranks to processes has changed, counted from 1; 0 without phoenix-run."""
+    return LOOP.repair.generation.n if isinstance(LOOP.repair, Swaps) else 0
+
+
+def on_swap(callback: Callable[[], None]) -> None:
+    """Call this in every process that survives a failure, before the interrupted step is run again.
+
+    It must not communicate. Does nothing where failures are not repaired.
+    """
+    if isinstance(LOOP.repair, Swaps):
+        LOOP.repair.callbacks.append(callback)
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> None:
@@ -32,13 +60,74 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
     """
     if JOB in os.environ:
         communicators.register(backend)
-        dist.init_process_group(communicators.NAME, timeout=timeout or _torchs_own(backend), **options)
+        patience = timeout or _torchs_own(backend)
+        if rehearsal.asked(os.environ):
+            dist.init_process_group(communicators.NAME, timeout=patience, **options)
+        else:
+            _enter(patience, options)
         if options.get("device_id") is not None:
             dist.group.WORLD.bound_device_id = options["device_id"]  # type: ignore[union-attr]  # it was just made
     elif "RANK" in os.environ or {"init_method", "store"} & options.keys():
         dist.init_process_group(backend, timeout=timeout, **options)
     else:  # plain python: a world of one
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1, **options)
+
+
+def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
+    """Take part in the job as a process that can be repaired, or, without an agent, as one that cannot."""
+    FAULT_POINTS.arm(os.environ.get(FAULTS, ""), os.environ.get("RANK", "0"))
+    FAULT_POINTS.reached("start")
+    copier: list[Copier] = []
+
+    def abort(reason: BaseException) -> tuple[str, ...]:
+        for each in copier:
+            each.stop()
+        return BACKEND.abort(reason, row("abort"))
+
+    control = Control.connect(os.environ, abort, lambda: BACKEND.alone)
+    if control is None:
+        dist.init_process_group(communicators.NAME, timeout=patience, **options)
+        return
+    if control.plan.alone:
+        BACKEND.shadow(_predecessors_record(control))
+        options = {key: value for key, value in options.items() if key not in ("init_method", "store")}
+        options |= {"store": HashStore(), "rank": _number("RANK"), "world_size": _number("WORLD_SIZE")}
+    else:
+        BACKEND.record_startup()
+    if control.plan.alone or control.plan.phase is PlanPhase.RUN:
+        control.report(joined=control.plan.generation, aborted=control.plan.generation)
+    dist.init_process_group(communicators.NAME, timeout=patience, **options)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = BACKEND.own_group(_AGREEMENT) if world > 1 else None
+    copier.append(Copier(os.environ[JOB], rank, BACKEND.gate, group))
+    swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check)
+    LOOP.repair = swaps
+    BACKEND.gate.outside = swaps.outside
+    leaving.at_the_end(swaps.leave)
+
+
+def _predecessors_record(control: Control) -> StartupRecord:
+    """What the process that this one replaces received until its first step."""
+    while True:
+        plan = control.wait_for(lambda plan: plan.resumption is not None and plan.resumption.stamp is not None)
+        assert plan.resumption is not None and plan.resumption.stamp is not None
+        source = private_source(plan, _number("RANK"))
+        slots = open_slots(plan)
+        try:
+            reader = slots.read(source.bundle, plan.resumption.stamp, source.node)
+            try:
+                return StartupRecord.from_bytes(private.startup_of(reader))
+            finally:
+                reader.close()
+        except SlotRefusedError:
+            if control.plan.generation == plan.generation and control.plan.phase is PlanPhase.SWAP:
+                raise
+        finally:
+            slots.close()
+
+
+def _number(name: str) -> int:
+    return int(os.environ[name])
 
 
 def _torchs_own(backend: str | None) -> timedelta | None:

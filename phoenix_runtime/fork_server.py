@@ -26,9 +26,9 @@ from typing import Final, NoReturn
 import msgspec
 
 from phoenix_launch import channel
+from phoenix_launch.bootstrap import Command
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import Become, BecomeStore, ForkServerReady, ForkServerSettings, Park, Parked
-from phoenix_launch.messages import Command
 from phoenix_runtime import fork_safety, main_module, preload
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -19,10 +19,15 @@ from phoenix_runtime.buckets import fix_bucket_order
 from phoenix_runtime.communicators.backend import BACKEND
 from phoenix_runtime.communicators.gate import Gate, StepAborted
 from phoenix_runtime.errors import ScriptError
-from phoenix_runtime.state import TrainState
+from phoenix_runtime.fault_points import FAULT_POINTS
+from phoenix_runtime.state import Captured, TrainState
 
 T = TypeVar("T")
 WATCHED_STEPS: Final = 3  # in so many first steps parameters are watched for changes outside of Optimizer.step
+
+
+class Promoted(Exception):
+    """Why a replacement's first step is aborted: it was run alone, for what it exchanges, and is run again with all others."""
 
 
 class Repair(Protocol):
@@ -32,33 +37,73 @@ class Repair(Protocol):
     def repairs(self) -> bool:
         """Whether a step that fails now is going to be repaired. If not, errors of collectives are raised where they occur."""
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
-        """A step (or its repetition) is about to run; its private bundle was captured, or restored."""
+    @property
+    def alone(self) -> bool:
+        """This process runs its first step without the others: for what the step exchanges, not for what it computes."""
+
+    def begin(self, state: TrainState) -> None:
+        """The first step of this state in this process is about to begin: a replacement brings it to where the job is."""
+
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
+        """A step or a section (or its repetition) is about to run; its private bundle was captured, or restored."""
 
     def before_optimizer(self, state: TrainState) -> None:
         """The first optimizer of the step is about to change parameters. May raise StepAborted."""
 
-    def repair(self, state: TrainState, reason: BaseException, *, dirty: bool) -> None:
-        """Return when the gate is open again. `dirty`: an optimizer has stepped, so the state is of no version.
+    def finished(self, state: TrainState) -> None:
+        """A step is finished and counted."""
 
-        Raises `reason`, or an error that tells why not, when that cannot be done.
+    def repair(self, state: TrainState, reason: BaseException, *, dirty: bool) -> Captured | None:
+        """Return when the gate is open again: the private bundle with which to go on, None: the aborted attempt's own.
+
+        `dirty`: an optimizer has stepped, so the state is of no version. Raises `reason`, or an error that tells why not, when
+        that cannot be done.
         """
+
+    def passed(self, name: str) -> tuple[object] | None:
+        """What this section returned in the process that this one replaces, if that one had passed it already."""
+
+    def section_ended(self, name: str, value: object) -> None:
+        """A section is finished."""
+
+    def recall(self, state: TrainState) -> None:
+        """A TrainState was made: in a replacement it returns to the script as it was in its predecessor."""
 
 
 class NoRepair:
     """Without phoenix-run: an error of a collective is the script's, as under torchrun."""
 
     repairs = False
+    alone = False
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+    def begin(self, state: TrainState) -> None:
+        return None
+
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
         return None
 
     def before_optimizer(self, state: TrainState) -> None:
         return None
 
+    def finished(self, state: TrainState) -> None:
+        return None
+
     def repair(self, state: TrainState, reason: BaseException, *, dirty: bool) -> None:
         BACKEND.gate.reopen()
         raise reason
+
+    def passed(self, name: str) -> None:
+        return None
+
+    def section_ended(self, name: str, value: object) -> None:
+        return None
+
+    def recall(self, state: TrainState) -> None:
+        return None
 
 
 class Loop:
@@ -78,15 +123,23 @@ class Loop:
         self._refuse_nesting("run_step")
         self._prepare(state)
         value = self._until_whole("run_step", state, function)
+        self._finish(state)
+        return value
+
+    def _finish(self, state: TrainState) -> None:
         if not self._optimizers:
             self._refuse_pending_gradients(state)
         state.step += 1
         state.finish_step()
+        FAULT_POINTS.step = state.step
         link.report(step=state.step)
-        return value
+        self.repair.finished(state)
 
     def run_section(self, state: TrainState, function: Callable[[], T], name: str) -> T:
         self._refuse_nesting("run_section")
+        before = self.repair.passed(name)
+        if before is not None:
+            return cast(T, before[0])
         value = self._until_whole("run_section", state, function)
         if self._optimizers:
             raise ScriptError(
@@ -94,23 +147,33 @@ class Loop:
                 hint="what changes parameters belongs into run_step, a section only communicates",
             )
         state.finish_step()
+        self.repair.section_ended(name, value)
         return value
 
     def _until_whole(self, kind: str, state: TrainState, function: Callable[[], T]) -> T:
-        entry, again = state.capture(), False
+        base, entry = state.step, state.capture()  # what the caller's step begins with
+        now, again = entry, False
         state.watch_safe_points(self.check)
         while True:
-            self.repair.entered(state, function, again)
+            self.repair.entered(state, function, now, again=again, step=kind == "run_step")
             value, whole = self._attempt(kind, state, function)
-            if whole:
+            if whole and state.step == base:
                 return cast(T, value)
-            dirty = self._optimizers > 0
-            reason = self.gate.reason or RuntimeError("a step was aborted without a reason")
-            if not dirty:
-                state.reset_gradients(entry)
-            self.repair.repair(state, reason, dirty=dirty)
-            state.restore(entry)
+            if whole:  # the step before was run again: what the script did after it is in this entry
+                self._finish(state)
+                now = entry
+            else:
+                now = self._repaired(state, now)
+            state.reset_gradients(now)
+            state.restore(now)
             again = True
+
+    def _repaired(self, state: TrainState, now: Captured) -> Captured:
+        dirty = self._optimizers > 0
+        reason = self.gate.reason or RuntimeError("a step was aborted without a reason")
+        state.reshard()  # so that parameters are what an optimizer sees, not what a forward has gathered
+        resumed = self.repair.repair(state, reason, dirty=dirty)
+        return now if resumed is None else resumed
 
     def _attempt(self, kind: str, state: TrainState, function: Callable[[], T]) -> tuple[T | None, bool]:
         """Run the function once. Returns what it returned, and whether nothing of it was aborted."""
@@ -129,7 +192,7 @@ class Loop:
         except Exception:
             # What a step computes from the outputs of aborted collectives may well make it fail; if it fails again when
             # it is repeated, that was its own doing.
-            if not gate.closed:
+            if not gate.closed and not self.repair.alone:
                 raise
         finally:
             try:
@@ -137,6 +200,8 @@ class Loop:
             finally:
                 gate.keeps = False
                 self._running, self._watched = "", {}
+        if self.repair.alone:
+            gate.close(Promoted())
         if gate.closed:
             untouched = self._optimizers > 0 and not (gate.skipped or gate.failures)
             return value, untouched
@@ -206,10 +271,13 @@ class Loop:
         if not self._hooked:
             self._hooked = True
             register_optimizer_step_pre_hook(self._before_optimizer)
+            if isinstance(self.repair, NoRepair):
+                self.repair = rehearsal.from_environment(BACKEND, os.environ) or self.repair
         if state not in self._prepared:
             self._prepared.add(state)
             for remark in fix_bucket_order(state.modules()):
                 link.remark(remark)
+            self.repair.begin(state)
 
     _state: TrainState | None = None
     _watched: dict[str, int] = {}
@@ -220,7 +288,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-LOOP: Final = Loop(BACKEND.gate, rehearsal.from_environment(BACKEND, os.environ) or NoRepair())
+LOOP: Final = Loop(BACKEND.gate, NoRepair())
+TrainState.made = lambda state: LOOP.repair.recall(state)
 
 
 def run_step(state: TrainState, function: Callable[[], T]) -> T:

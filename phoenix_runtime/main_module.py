@@ -17,8 +17,8 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any, Final
 
+from phoenix_launch.bootstrap import Command, RunMode
 from phoenix_launch.local_messages import Become
-from phoenix_launch.messages import Command, RunMode
 
 _CANNOT_OPEN: Final = 2  # python's own exit code for a script that it cannot read
 _UNBUFFERED: Final = 2  # _IONBF of <stdio.h>

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from phoenix_launch.messages import Command, RunMode
+from phoenix_launch.bootstrap import Command, RunMode
 
 # The first optimizer step and the first DDP wrap import torch._dynamo: seconds that a spare should have behind it.
 _NEEDS_DYNAMO: Final = re.compile(
@@ -91,6 +91,8 @@ def choose(command: Command, path: Sequence[str], cwd: str) -> Preload:
     wanted = [*ALWAYS, *found]
     if any(item.module.split(".")[0] == "torch" for item in found) and _NEEDS_DYNAMO.search(source):
         wanted.append(Import("torch._dynamo"))
+    if any(item.module.split(".")[0] == "phoenix_runtime" for item in _top_level_imports(tree)):
+        wanted.append(Import("phoenix_runtime.distributed"))  # its rooms are loaded when they are asked for
     return Preload(imports=tuple(dict.fromkeys(wanted)), remarks=_late_environment(tree))
 
 

@@ -19,7 +19,7 @@ from phoenix_runtime import link, randomness
 from phoenix_runtime.communicators.backend import PhoenixBackend
 from phoenix_runtime.communicators.gate import StepAborted
 from phoenix_runtime.errors import RehearsalError
-from phoenix_runtime.state import TrainState
+from phoenix_runtime.state import Captured, TrainState
 from phoenix_runtime.suspects import Suspects
 
 VARIABLE: Final = "PHOENIX_REHEARSE"
@@ -63,7 +63,14 @@ class Rehearsal:
     def repairs(self) -> bool:
         return self._left > 0
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+    alone = False
+
+    def begin(self, state: TrainState) -> None:
+        return None
+
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
         if self._left <= 0:
             return
         if not again:
@@ -94,6 +101,18 @@ class Rehearsal:
             self._backend.gate.reopen()
             raise reason
         self._backend.rebuild(f"rehearsal{self._done}")
+
+    def finished(self, state: TrainState) -> None:
+        return None
+
+    def passed(self, name: str) -> None:
+        return None
+
+    def section_ended(self, name: str, value: object) -> None:
+        return None
+
+    def recall(self, state: TrainState) -> None:
+        return None
 
     def _wait_for_all(self) -> None:
         """Not by a collective: whoever breaks its communicators breaks with them what the others have not received yet."""
@@ -152,12 +171,17 @@ def _listed(names: list[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
+def asked(environ: Mapping[str, str]) -> int:
+    """How many steps are to be rehearsed."""
+    number = environ.get(VARIABLE, "")
+    return int(number) if number.isdecimal() else 0
+
+
 def from_environment(backend: PhoenixBackend, environ: Mapping[str, str]) -> Rehearsal | None:
     """The rehearsal that `--rehearse N` asks this process for, if it does."""
-    asked = environ.get(VARIABLE, "")
-    if not asked.isdecimal() or not int(asked):
+    if not asked(environ):
         return None
     speaks = (
         environ.get("RANK", "0") == "0"
     )  # all is well on every rank or on none; what differs is raised where it is found
-    return Rehearsal(backend, int(asked), link.remark if speaks else lambda text: None)
+    return Rehearsal(backend, asked(environ), link.remark if speaks else lambda text: None)

@@ -8,7 +8,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,10 @@ class TrainState:
         self._forget()
         for name, value in objects.items():
             setattr(self, name, value)
+        if TrainState.made is not None:
+            TrainState.made(self)
 
+    made: ClassVar[Callable[[TrainState], None] | None] = None  # who wants to know of each new one
     _values: dict[str, Any]
     _root: ContainerPart
     _begun: bool
@@ -150,6 +153,9 @@ class TrainState:
 
     def named_optimizers(self) -> Iterator[tuple[str, Optimizer]]:
         yield from ((name, part.value) for name, part in self._listed().optimizers)
+
+    def optimizer_parts(self) -> Iterator[tuple[str, OptimizerPart]]:
+        yield from self._listed().optimizers
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All that can be trained, once each, by name; of FSDP modules the shards."""
@@ -241,13 +247,17 @@ class TrainState:
         self._listed()
         randomness.restore(captured.randomness)
 
+    def reshard(self) -> None:
+        """FSDP modules forget what they have gathered."""
+        for _, part in self._listed().modules:
+            part.reshard()
+
     def reset_gradients(self, captured: Captured) -> None:
         """Gradients are again what they were at the entry: absent, or zeros (0 + -0.0 is 0, so that makes a difference).
 
         FSDP modules forget what they have gathered.
         """
-        for _, part in self._listed().modules:
-            part.reshard()
+        self.reshard()
         with torch.no_grad():
             for (_, parameter), absent in zip(self.parameters(), captured.without_gradient, strict=True):
                 if absent:

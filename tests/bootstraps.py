@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phoenix_launch.messages import AgentBootstrap, AgentTimeouts, Command, OutputSettings, RunMode
+from phoenix_launch.bootstrap import AgentBootstrap, AgentTimeouts, Command, OutputSettings, RunMode
 
 
 def bootstrap(node: str = "node0", environment: Mapping[str, str] | None = None, index: int = 0) -> AgentBootstrap:

@@ -14,16 +14,8 @@ from phoenix_launch.job import membership, wishes
 from phoenix_launch.job.events import Action, Event
 from phoenix_launch.job.state import Member, Outcome, Phase, Rules, State
 from phoenix_launch.job.wishes import Wish
-from phoenix_launch.messages import (
-    NO_GENERATION,
-    ExitReport,
-    Generation,
-    NodeReport,
-    PlanPhase,
-    ProcessState,
-    RankReport,
-    StoreReport,
-)
+from phoenix_launch.messages import ExitReport, NodeReport, PlanPhase, ProcessState, RankReport, StoreReport
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 TICK: Final = 0.25
 HEARTBEAT: Final = 0.5

@@ -15,21 +15,16 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import zmq
 
-from phoenix_launch.bus import Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.bootstrap import AgentBootstrap, AgentTimeouts, Command, OutputSettings, RunMode, StartMethod
+from phoenix_launch.bus.keys import new_key_pair
+from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.messages import (
-    AgentBootstrap,
-    AgentTimeouts,
     Body,
-    Command,
     Farewell,
-    FromOutput,
-    Generation,
     Hello,
     HostFacts,
     NodePlan,
     NodeReport,
-    OutputChunk,
-    OutputSettings,
     PlanPhase,
     Prepare,
     ProbeReport,
@@ -37,10 +32,10 @@ from phoenix_launch.messages import (
     RankReport,
     Remark,
     ReportAck,
-    RunMode,
-    StartMethod,
 )
-from phoenix_launch.processes import is_running, start_time
+from phoenix_launch.output_messages import FromOutput, OutputChunk
+from phoenix_launch.process_table import is_running, start_time
+from phoenix_launch.wire import Generation
 
 T = TypeVar("T")
 JOB = "job-1"
@@ -167,6 +162,7 @@ class FakeSupervisor:
                 heartbeat_interval=0.5, orphan=15, connect=10, fork_server=60, drain_output=2, reap=5
             ),
             simulated=True,
+            slots_key="ab" * 32,
         )
         bootstrap = msgspec.structs.replace(bootstrap, **changes)
         python_path = str(Path(__file__).parent.parent)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phoenix_launch.processes import look_up
+from phoenix_launch.process_table import look_up
 from tests.jobs_under_test import SECONDS, Done, Running, run, started
 
 STUB = Path(__file__).parent / "stub_torch"

@@ -15,15 +15,8 @@ from typing import Any
 import pytest
 from fake_supervisor import G1, FakeSupervisor, Node, command, order, plan
 
-from phoenix_launch.messages import (
-    AgentTimeouts,
-    OutputSettings,
-    PlanPhase,
-    Prepare,
-    ProcessState,
-    RunMode,
-    StoreReport,
-)
+from phoenix_launch.bootstrap import AgentTimeouts, OutputSettings, RunMode
+from phoenix_launch.messages import PlanPhase, Prepare, ProcessState, StoreReport
 
 SLEEP = "import time; time.sleep(600)"
 DUMP = """

@@ -12,7 +12,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from fake_supervisor import G1, G2, FakeSupervisor, Node, Witness, command, order, plan
 
-from phoenix_launch.messages import PlanPhase, Prepare, ProcessState, StartMethod
+from phoenix_launch.bootstrap import StartMethod
+from phoenix_launch.messages import PlanPhase, Prepare, ProcessState
 
 SCRIPT = """
 import os, signal, subprocess, sys, time

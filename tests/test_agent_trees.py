@@ -13,17 +13,11 @@ from typing import Any
 import pytest
 from fake_supervisor import G1, G2, FakeSupervisor, Node, Witness, command, order, plan
 
-from phoenix_launch.bus import new_key_pair
-from phoenix_launch.messages import (
-    AgentTimeouts,
-    Drill,
-    DrillKind,
-    OutputEnd,
-    PeerProbe,
-    PlanPhase,
-    Probe,
-    ProcessState,
-)
+from phoenix_launch.bootstrap import AgentTimeouts
+from phoenix_launch.bus.keys import new_key_pair
+from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.messages import Drill, PeerProbe, PlanPhase, Probe, ProcessState
+from phoenix_launch.output_messages import OutputEnd
 
 SLEEP = "import time; time.sleep(600)"
 # A child, one in a session of its own, an orphan of a third session that still has the worker's environment.

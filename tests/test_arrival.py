@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phoenix_launch.messages import OutputSettings
+from phoenix_launch.bootstrap import OutputSettings
 from phoenix_launch.node.arrival import arrived
 from tests.bootstraps import bootstrap
 

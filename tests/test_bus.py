@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from phoenix_launch.bus import (
-    ClientLink,
-    KeyPair,
-    Peer,
-    PeerKind,
-    Received,
-    SupervisorBus,
-    derived_key_pair,
-    new_key_pair,
-)
+from phoenix_launch.bus.client import ClientLink
+from phoenix_launch.bus.keys import KeyPair, derived_key_pair, new_key_pair
+from phoenix_launch.bus.supervisor import Peer, PeerKind, Received, SupervisorBus
+from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest, StatusReply, StatusRequest
 from phoenix_launch.errors import PhoenixError, StartError, UsageError
-from phoenix_launch.messages import Answer, DrillKind, FaultRequest, Generation, StatusReply, StatusRequest
+from phoenix_launch.messages import ENVELOPES, Body
+from phoenix_launch.wire import Generation
 
 Eventually = Callable[..., Received]
 
@@ -32,8 +27,8 @@ def bus() -> Iterator[SupervisorBus]:
     bus.close()
 
 
-def client(bus: SupervisorBus, keys: KeyPair, job: str = "job-1", server_key: str = "") -> ClientLink:
-    return ClientLink(job, bus.control_endpoint, server_key or bus.keys.public, keys, timeout=0.5)
+def client(bus: SupervisorBus, keys: KeyPair, job: str = "job-1", server_key: str = "") -> ClientLink[Body]:
+    return ClientLink(job, bus.control_endpoint, server_key or bus.keys.public, keys, 0.5, ENVELOPES)
 
 
 def test_a_message_arrives_with_the_name_its_key_has(bus: SupervisorBus, eventually: Eventually) -> None:
@@ -53,13 +48,15 @@ def test_a_routing_id_of_another_peer_changes_nothing(bus: SupervisorBus, eventu
     keys = {name: new_key_pair() for name in ("node0", "node1")}
     for name, pair in keys.items():
         bus.allow(pair.public, Peer(PeerKind.AGENT, name))
-    for name in keys:
-        link = client(bus, keys[name])
+    links = {name: client(bus, pair) for name, pair in keys.items()}
+    swapped = {"node0": b"node1", "node1": b"node0"}  # not the same twice: ROUTER ignores the second peer of a name
+    for name, link in links.items():
         link.socket.disconnect(bus.control_endpoint)
-        link.socket.routing_id = b"node0"
+        link.socket.routing_id = swapped[name]
         link.socket.connect(bus.control_endpoint)
         link.say(StatusRequest())
         assert eventually(bus.receive).peer.name == name
+    for link in links.values():
         link.close()
 
 
@@ -193,7 +190,7 @@ def test_whoever_waits_for_the_port_to_open_is_allowed_from_the_first_moment(eve
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    link = ClientLink("job-1", f"tcp://127.0.0.1:{port}", keys.public, waiting, 0.5)
+    link = ClientLink("job-1", f"tcp://127.0.0.1:{port}", keys.public, waiting, 0.5, ENVELOPES)
     link.say(StatusRequest())
     bus = SupervisorBus("job-1", keys, "127.0.0.1", port=port, allowed={waiting.public: Peer(PeerKind.STATUS)})
     assert eventually(bus.receive).peer == Peer(PeerKind.STATUS)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -20,23 +21,17 @@ import msgspec
 import pytest
 
 from phoenix_launch import __version__
-from phoenix_launch.bus import Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.bus.keys import new_key_pair
+from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.cli import main
 from phoenix_launch.cli.command import VERBS, load
 from phoenix_launch.cli.completion import FILES, script
 from phoenix_launch.cli.inject_fault import KINDS
-from phoenix_launch.messages import (
-    Answer,
-    Body,
-    DrillKind,
-    FaultRequest,
-    Generation,
-    StatusReply,
-    StatusRequest,
-    StopRequest,
-)
+from phoenix_launch.cli.showing import plain
+from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
+from phoenix_launch.messages import Body
 from phoenix_launch.options.table import OPTIONS
-from phoenix_launch.processes import start_time
+from phoenix_launch.process_table import start_time
 from phoenix_launch.records.folders import (
     ClientKeys,
     JobFolder,
@@ -51,6 +46,7 @@ from phoenix_launch.records.log_reader import Follower, parse_name
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState, JobStatus, NodeStatus, RankStatus, encode_status
 from phoenix_launch.timeouts import TIMEOUTS
+from phoenix_launch.wire import Generation
 
 ROOT = Path(__file__).parent.parent
 Output = pytest.CaptureFixture[str]
@@ -362,11 +358,22 @@ def test_commands_are_quick_and_import_no_torch(phoenix_home: Path, words: list[
     assert not {"torch", "numpy", "zmq", "rich", "psutil", "phoenix_runtime"} & modules
 
 
-def test_asking_a_supervisor_loads_no_event_loop(supervisor: Supervisor) -> None:
-    """What only a supervisor needs of the bus is not loaded by those that ask it: asyncio, ssl, logging."""
-    _, modules = measured("status")
+def test_asking_a_supervisor_is_quick_and_loads_its_own_end_of_the_bus_only(supervisor: Supervisor) -> None:
+    """Neither what only a supervisor needs (asyncio, ssl, logging), nor what only other commands do (click)."""
+    seconds, modules = measured("status")
+    assert seconds < LIMIT
     assert "zmq" in modules
-    assert not {"torch", "asyncio", "ssl", "logging", "hashlib", "rich", "psutil"} & modules
+    assert not {"torch", "asyncio", "ssl", "logging", "hashlib", "rich", "psutil", "click"} & modules
+    assert not {"phoenix_launch.messages", "phoenix_launch.bus.supervisor", "phoenix_launch.bus.agent"} & modules
+
+
+def test_what_status_reads_without_click_it_reads_as_click_does() -> None:
+    """All lines of up to three words; those that it leaves to click are no concern here."""
+    words = ("--json", "--watch", "job-1", "job-2", "", "-", "--", "-h", "--jsn", "--json=1", "--no-watch")
+    read = {line: wish for count in range(4) for line in product(words, repeat=count) if (wish := plain(line))}
+    assert {(), ("--json",), ("job-1",), ("job-1", "--watch"), ("--watch", "job-1", "--json")} <= set(read)
+    for line, wish in read.items():
+        assert load("status").make_context("status", [*line]).params == wish._asdict(), line
 
 
 # --- verbs about jobs ------------------------------------------------------------------------------------------------

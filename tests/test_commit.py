@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from phoenix_launch.copies import Slot, Stamp
 from phoenix_launch.job.commit import (
     EMPTY,
     NO_VERSION,
@@ -25,7 +26,7 @@ from phoenix_launch.job.commit import (
     may_write,
     slot_to_fill,
 )
-from phoenix_launch.messages import Generation, Slot, Stamp
+from phoenix_launch.wire import Generation
 
 G1, G2, G3 = (Generation(1, n) for n in (1, 2, 3))
 FIRST = Lineage()

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from phoenix_launch.bus import ClientLink, Peer, PeerKind, SupervisorBus, derived_key_pair
+from phoenix_launch.bus.client import ClientLink
+from phoenix_launch.bus.keys import derived_key_pair
+from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.errors import StartError
-from phoenix_launch.messages import JOINING, JobEnded, JoinRequest
+from phoenix_launch.messages import ENVELOPES, JobEnded, JoinRequest
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.supervision.doorstep import Doorstep
 from phoenix_launch.supervision.guests import Guests
 from phoenix_launch.supervision.joining import Joiner
+from phoenix_launch.wire import JOINING
 
 RIGHT, WRONG = "a key that all hosts have, long enough", "another key, which is long enough as well"
 PATIENCE = 0.3
@@ -110,7 +113,7 @@ def test_a_host_that_turns_out_unfit_is_told_why(bus: SupervisorBus, eventually:
 
     guests = Guests(bus, lambda request, now: JoinReply(bootstrap()))
     server = derived_key_pair(RIGHT, "supervisor").public
-    with closing(ClientLink(JOINING, bus.control_endpoint, server, JOIN, 5.0)) as link:
+    with closing(ClientLink(JOINING, bus.control_endpoint, server, JOIN, 5.0, ENVELOPES)) as link:
         link.say(ASKED)
         received = eventually(bus.receive)
         guests.ask(received.route, ASKED, 0.0)  # type: ignore[attr-defined]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.errors import UsageError
 from phoenix_launch.job.drills import DrillPlan, find_target, parse_kind, parse_plan
 from phoenix_launch.job.placement import Seat
 from phoenix_launch.job.state import Member, NodeState, Rules, State
-from phoenix_launch.messages import DrillKind, Generation
+from phoenix_launch.wire import Generation
 
 
 def member(index: int, state: NodeState = NodeState.READY) -> Member:

@@ -7,7 +7,7 @@ import pytest
 from phoenix_launch.job.environment import JobIdentity, job_wide_environment, worker_environment
 from phoenix_launch.job.placement import Seat, places
 from phoenix_launch.job.state import Endpoint
-from phoenix_launch.messages import Generation
+from phoenix_launch.wire import Generation
 
 IDENTITY = JobIdentity(job="gpt-1", run_id="run", role="trainer", max_restarts=3, signals=("SIGTERM", "SIGINT"))
 

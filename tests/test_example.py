@@ -1,4 +1,4 @@
-"""The example trains alone and with others, and goes on from its checkpoint as if nothing had happened."""
+"""The examples train alone and with others; what interrupts them leaves no trace in the result."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+import jobs_under_test
+import pytest
+
+PLAIN, SCRIPT = (Path(__file__).parents[1] / "examples" / name for name in ("train_plain.py", "train_gpt.py"))
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16", "--batch", "2", "--log-every", "2"]
 RUN_SECONDS = 60
 
 
-def train(folder: Path, *options: str, world: int = 1, **environment: str) -> tuple[dict[str, Any], str]:
+def train(
+    folder: Path, *options: str, world: int = 1, script: Path = PLAIN, **environment: str
+) -> tuple[dict[str, Any], str]:
     """Run the example to its end: what the last line of rank 0 says, and everything that rank printed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PHOENIX_", "TORCHELASTIC_"))}
     kept |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), *SMALL, *options],
+            [sys.executable, str(script), *SMALL, *options],
             cwd=folder,
             env={**kept, "RANK": str(rank), **environment},
             stdout=subprocess.PIPE,
@@ -71,3 +76,16 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path: Path) -> N
 def test_a_job_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     train(tmp_path, "--steps", "1", PHOENIX_JOB="train_gpt-7f3a", TORCHELASTIC_RUN_ID="none")
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["train_gpt-7f3a.pt"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_lost_rank_changes_no_bit_and_without_phoenix_run_they_are_the_same(parallel: str, tmp_path: Path) -> None:
+    options = ("--steps", "12", "--parallel", parallel)
+    alone, _ = train(tmp_path, *options, world=2, script=SCRIPT)
+    (tmp_path / "faults").mkdir()
+    faults = {"OMP_NUM_THREADS": "1", "PHOENIX_FAULTS": f"{tmp_path}/faults:before-optimizer,1,6"}
+    job = ("--nproc-per-node", 2, SCRIPT, *SMALL, *options)
+    done = jobs_under_test.run(tmp_path / "home", *job, env=faults, seconds=90)
+    assert done.code == 0, done.err
+    assert [swap["rung"] for swap in done.events("swap")] == [1]
+    assert json.loads(done.out.splitlines()[-1]) == alone

@@ -12,8 +12,9 @@ from bootstraps import bootstrap
 from fake_supervisor import G1, command, order
 from msgspec.structs import replace
 
+from phoenix_launch.bootstrap import OutputSettings, RunMode
 from phoenix_launch.hosts import facts
-from phoenix_launch.messages import OutputSettings, PeerProbe, RunMode
+from phoenix_launch.messages import PeerProbe
 from phoenix_launch.node import cgroup
 from phoenix_launch.node.cgroup import OomWatch
 from phoenix_launch.node.poll_loop import PollLoop

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from phoenix_launch import channel
+from phoenix_launch.bootstrap import Command, RunMode
 from phoenix_launch.local_messages import (
     Become,
     BecomeStore,
@@ -28,7 +29,6 @@ from phoenix_launch.local_messages import (
     Parked,
     StoreUp,
 )
-from phoenix_launch.messages import Command, RunMode
 from phoenix_launch.progress import ProgressPage
 
 Eventually = Callable[..., object]
@@ -507,7 +507,8 @@ def test_a_folder_that_hides_a_loaded_module_is_not_forked_for(tmp_path: Path) -
 AGENT = """
 import os, socket, subprocess, sys
 from phoenix_launch import channel
-from phoenix_launch.messages import *
+from phoenix_launch.bootstrap import *
+from phoenix_launch.wire import *
 from phoenix_launch.local_messages import *
 import ctypes
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

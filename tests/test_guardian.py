@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 from fake_supervisor import FakeSupervisor, Node, Witness, command, order
 
-from phoenix_launch.messages import Drill, DrillKind, Generation, NodePlan, PlanPhase
+from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.messages import Drill, NodePlan, PlanPhase
 from phoenix_launch.node import diagnostics
 from phoenix_launch.node.guardian import reap_seconds
 from phoenix_launch.node.runtime_folder import SOCKET_PATH_BYTES, make_runtime_folder
-from phoenix_launch.processes import living_descendants
+from phoenix_launch.process_table import living_descendants
+from phoenix_launch.wire import Generation
 
 # A worker with a child, one in a session of its own, and an orphan that has left both and its environment behind.
 FAMILY = """

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from phoenix_launch.errors import PhoenixError, UsageError
-from phoenix_launch.processes import start_time
+from phoenix_launch.process_table import start_time
 from phoenix_launch.records.folders import (
     ClientKeys,
     JobFolder,

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from phoenix_launch.messages import Generation
 from phoenix_launch.records.journal import Fault, JobFinished, Journal, RankMove, Swap, WorkerStarted, read_events
+from phoenix_launch.wire import Generation
 
 SECOND = Generation(1, 2)
 MOVE = {"rank": 1, "from_node": "node0", "to_node": "node2", "source": "script"}
@@ -24,7 +24,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     (
         "swap",
         {"rung": 2, "lost_ranks": [1], "moves": [MOVE], "resumed_step": None, "lost_steps": None}
-        | {"phases": {"quiesce": 0.25}, "total": 0.5},
+        | {"phases": {"quiesce": 0.25}, "total": 0.5, "why": ""},
     ),
     ("redundancy", {"state": "degraded"}),
     ("checkpoint", {"step": 100, "path": "/x"}),

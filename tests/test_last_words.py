@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from phoenix_launch.bootstrap import OutputSettings
 from phoenix_launch.job.last_words import TAIL_LINES, files_about, summary, write_error_file
 from phoenix_launch.job.placement import Seat
 from phoenix_launch.job.state import Ended, Outcome, Rules, State
-from phoenix_launch.messages import ExitReport, Generation, OutputSettings
+from phoenix_launch.messages import ExitReport
 from phoenix_launch.supervision.console import KEPT, NOTHING_SHOWN
+from phoenix_launch.wire import Generation
 
 
 def failed(*, error: str = "", tail: str = "", oom_killed: bool = False) -> Outcome:

@@ -14,7 +14,8 @@ from phoenix_launch.job import membership, wishes
 from phoenix_launch.job.events import Action, Event
 from phoenix_launch.job.state import NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.wishes import Wish
-from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation, PlanPhase, RankReport, StoreReport
+from phoenix_launch.messages import ExitReport, PlanPhase, RankReport, StoreReport
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 PAIR = Rules(seats_min=2, seats_max=2, join_timeout=60.0)
 G0, G1, G2, G3 = (Generation(1, n) for n in range(4))

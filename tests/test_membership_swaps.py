@@ -4,36 +4,31 @@ test_model_swapping.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fake_nodes import node_report
 from test_membership import PAIR, Script
 
-from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_WORKER_FAILED
+from phoenix_launch.copies import KeptSlot, Slot, SlotPeer, SourceKind, Stamp
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_WORKER_FAILED
 from phoenix_launch.job import events as job_events
-from phoenix_launch.job import membership
+from phoenix_launch.job import membership, wishes
 from phoenix_launch.job.environment import JobIdentity
 from phoenix_launch.job.plans import node_plan
 from phoenix_launch.job.state import Phase, Rules, Rung
 from phoenix_launch.messages import (
-    NO_GENERATION,
-    PROTOCOL,
-    Envelope,
     ExitReport,
-    Generation,
-    KeptSlot,
     NodePlan,
     NodeReport,
     PlanPhase,
     ProcessState,
     RankReport,
+    Resumption,
     RuntimeReport,
-    Slot,
-    SourceKind,
-    Stamp,
     decode_envelope,
-    encode,
 )
+from phoenix_launch.wire import NO_GENERATION, PROTOCOL, Envelope, Generation, encode
 
 G1, G2, G3 = (Generation(1, n) for n in (1, 2, 3))
 IDENTITY = JobIdentity(job="j", run_id="r", role="default", max_restarts=0, signals=())
@@ -54,14 +49,21 @@ class Swaps(Script):
         for index in range(rules.seats_max + spares):
             self.train(index)
 
-    def say(self, index: int, *ranks: RankReport, kept: tuple[int, ...] = (5,), offered: bool = True) -> None:
+    def say(
+        self,
+        index: int,
+        *ranks: RankReport,
+        kept: tuple[int, ...] = (5,),
+        offered: bool = True,
+        server: SlotPeer | None = None,
+    ) -> None:
         self.seq += 1
         generation = self.state.generation
         report = node_report(self.incarnation(index), self.seq, quiesced=generation, applied=generation, ranks=ranks)
         world = len(self.state.places)
         slots = tuple(KeptSlot(f"own{r}", Slot(Stamp(G1, v))) for r in range(world) for v in kept)
         fields: dict[str, Any] = {name: getattr(report, name) for name in NodeReport.__struct_fields__}
-        fields |= {"offered": generation if offered else NO_GENERATION, "kept": slots}
+        fields |= {"offered": generation if offered else NO_GENERATION, "kept": slots, "slots": server}
         self.tell(job_events.Reported(index, NodeReport(**fields)))
 
     def rank(
@@ -90,6 +92,11 @@ class Swaps(Script):
             live = Stamp(G1, version) if old else None
             said.append(self.rank(rank, joined=generation, live=live, address=f"at{rank}"))
         self.say(index, *said, kept=() if index > 1 else (5,))
+
+    def hears(self, index: int, **said: Any) -> None:
+        """Its survivors have heard of the current generation, and are out of their collectives."""
+        generation = self.state.generation
+        self.say(index, *(self.rank(r, aborted=generation, **said) for r in self.here(index)), offered=False)
 
     def restore(self, index: int) -> None:
         generation = self.state.generation
@@ -214,9 +221,11 @@ def test_the_wait_for_a_node_ends_with_93() -> None:
     job.lose(1)
     job.pass_time(61, alive=(0,))
     assert job.outcome.exit_code == EXIT_DO_NOT_REQUEUE
+    assert "rank 0 waited with the training state in memory" in job.outcome.text
+    assert "copies in memory end with this job" in job.outcome.hint
 
 
-def test_a_survivor_that_does_not_leave_its_step_is_replaced_too() -> None:
+def test_a_survivor_that_stays_in_a_collective_is_replaced_too() -> None:
     job = Swaps(slots=2, spares=1)
     job.say(1, job.rank(2, -9), job.rank(3))
     for _ in range(12):
@@ -226,7 +235,236 @@ def test_a_survivor_that_does_not_leave_its_step_is_replaced_too() -> None:
         job.say(2)
     assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G3)
     assert job.wish(1).born == {2: G2}
-    assert "did not leave its step" in job.told(job_events.FaultFound)[-1].detail
+    assert "is still in a collective" in job.told(job_events.FaultFound)[-1].detail
+
+
+def test_a_survivor_out_of_its_collectives_has_a_minute_to_come_to_the_end_of_its_step() -> None:
+    job = Swaps(slots=2, spares=1)
+    job.say(1, job.rank(2, -9), job.rank(3))
+    until = job.now + 61
+    while job.now < until:
+        assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G2)
+        job.now += 1
+        job.leave(0)
+        job.hears(1)
+        job.say(2)
+    assert job.state.generation == G3
+    assert (job.wish(0).born, job.wish(1).born) == ({0: G1, 1: G1}, {2: G2})
+    assert job.told(job_events.FaultFound)[-1].ranks == (3,)
+    assert "did not come to the end of its step within 60 s" in job.told(job_events.FaultFound)[-1].detail
+
+
+def test_a_process_without_a_word_of_the_runtime_holds_up_no_plan() -> None:
+    """It was started for a swap that failed, and is still on its way through the script's imports."""
+    job = Swaps(slots=2)
+    job.say(1, job.rank(2, -9), job.rank(3))
+    job.say(1, RankReport(2, G2, 1002, ProcessState.RUNNING), job.rank(3))
+    job.say(0, job.rank(0), job.rank(1, -11))
+    assert (job.state.generation, job.wish(1).born) == (G3, {2: G2, 3: G1})
+    live = Stamp(G1, 5)
+    job.say(0, job.rank(0, joined=G3, live=live))
+    job.say(1, RankReport(2, G2, 1002, ProcessState.RUNNING), job.rank(3, joined=G3, live=live))
+    assert job.wish(1).recovery is not None
+
+
+def test_a_survivor_that_was_outside_of_a_step_makes_all_start_anew_at_once() -> None:
+    job = Swaps(slots=2)
+    job.say(1, job.rank(2, -9), job.rank(3))
+    job.hears(0, outside="all_reduce was aborted outside of a step")
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SLOTS)
+    assert "all_reduce was aborted" in job.told(job_events.StartsAnew)[-1].why
+
+
+def test_what_a_survivor_said_before_the_fault_counts_in_the_decision() -> None:
+    job = Swaps()
+    job.say(0, job.rank(0, leaving=True))
+    job.train(1, rank1=-9)
+    assert (job.phase(), job.state.generation, job.state.rung) == (Phase.QUIESCING, G2, Rung.FROM_SLOTS)
+    assert job.told(job_events.StartsAnew)[-1].why == "rank 0 is past its last step"
+
+
+def test_when_no_process_is_left_all_start_anew_from_the_slots() -> None:
+    job = Swaps()
+    job.train(0, rank0=-9)
+    job.train(1, rank1=-11)
+    assert (job.phase(), job.state.generation, job.state.rung) == (Phase.QUIESCING, G3, Rung.FROM_SLOTS)
+
+
+# --- a survivor that is ahead ----------------------------------------------------------------------------------------
+
+
+def ahead(version: int = 6, **said: Any) -> Swaps:
+    """Rank 0 has completed a step that rank 1 died in."""
+    job = Swaps()
+    job.train(1, rank1=-9)
+    job.say(0, job.rank(0, joined=G2, live=Stamp(G1, version), address="at0", **said))
+    job.say(1, job.rank(1, joined=G2, address="at1"))
+    return job
+
+
+def test_a_survivor_that_is_ahead_goes_back_in_place_when_it_can() -> None:
+    job = ahead(returns=True)
+    assert job.state.swap is not None
+    assert job.state.swap.recovery is not None
+    assert job.state.swap.recovery.stamp == Stamp(G1, 5)
+    assert [source.kind for source in job.plan(0).ranks[0].sources] == [SourceKind.OWN_NODE]
+
+
+def test_a_survivor_that_cannot_go_back_in_place_makes_all_start_anew() -> None:
+    for job in (ahead(), ahead(7, returns=True)):
+        assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SLOTS)
+        assert "go back" in job.told(job_events.StartsAnew)[-1].why
+        assert job.state.lineage.resumes == ()
+
+
+def test_a_dirty_survivor_just_loads() -> None:
+    job = Swaps()
+    job.train(1, rank1=-9)
+    job.say(0, job.rank(0, joined=G2, live=None))
+    job.say(1, job.rank(1, joined=G2))
+    assert [source.kind for source in job.plan(0).ranks[0].sources] == [SourceKind.OWN_NODE]
+
+
+def test_a_bundle_that_only_another_rank_holds_live_is_out_of_reach() -> None:
+    job = Swaps()
+    runtime = {rank: RuntimeReport(holds=("shared",), joined=G2, live=Stamp(G1, 0)) for rank in (0, 1)}
+    for rank in (0, 1):
+        job.say(rank, RankReport(rank, G1, 1000 + rank, ProcessState.RUNNING, 1, runtime=runtime[rank]))
+    job.say(1, RankReport(1, G1, 1001, ProcessState.RUNNING, 1, ExitReport(-9, 0.0), runtime[1]))
+    job.say(0, RankReport(0, G1, 1000, ProcessState.RUNNING, 1, runtime=runtime[0]), kept=())
+    job.say(1, kept=())
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SCRIPT)
+
+
+# --- the end of scripts ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_told_to_leave_when_all_scripts_are_over() -> None:
+    job = Swaps()
+    job.say(0, job.rank(0, leaving=True))
+    assert not job.plan(0).leave
+    job.say(1, job.rank(1, leaving=True))
+    assert job.plan(0).leave
+    assert job.plan(1).leave
+    job.say(1, job.rank(1, 0, leaving=True))
+    assert job.plan(0).leave
+    assert not wishes.fulfilled(job.state, 0)
+    job.say(0, job.rank(0, 0, leaving=True))
+    assert job.outcome.exit_code == EXIT_OK
+
+
+def test_a_fault_after_that_makes_all_come_back_and_forget_that_they_were_leaving() -> None:
+    job = Swaps()
+    job.say(0, job.rank(0, leaving=True))
+    job.say(1, job.rank(1, leaving=True))
+    job.say(0, job.rank(0, 0, leaving=True))
+    job.say(1, job.rank(1, -11, leaving=True))
+    assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SLOTS)
+    job.started()
+    assert job.phase() is Phase.RUNNING
+    assert not job.plan(0).leave
+
+
+def test_an_exit_code_0_in_the_middle_of_the_job_is_a_fault() -> None:
+    job = Swaps()
+    job.train(1, rank1=0)
+    assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G2)
+    assert job.ranks_of(1) == [1]
+    assert job.told(job_events.FaultFound)[-1].detail == "ended in the middle of the job with exit code 0"
+    job.swapped()
+    job.train(1, rank1=0)
+    assert job.phase() is Phase.STOPPING
+    assert job.outcome.exit_code == EXIT_WORKER_FAILED
+    assert job.outcome.text == "rank 1 on node1 ended in the middle of the job with exit code 0"
+
+
+def test_a_report_that_does_not_know_the_step_any_more_forgets_nothing() -> None:
+    job = Swaps()
+    job.say(1, job.rank(1, -11, step=-1))
+    assert job.state.losses[1].step == 5
+
+
+def test_a_new_process_that_ends_well_before_it_has_restored_anything_is_a_fault() -> None:
+    job = Swaps()
+    job.train(1, rank1=-9)
+    job.say(1, RankReport(1, G2, 1001, ProcessState.RUNNING, exit=ExitReport(0, 0.0)))
+    assert (job.phase(), job.state.generation, job.state.rung) == (Phase.QUIESCING, G3, Rung.FROM_SLOTS)
+
+
+def test_the_exit_code_of_the_worker_is_no_success_when_the_job_failed() -> None:
+    job = Swaps(replace(PAIR, worker_exit_code=True))
+    job.train(1, rank1=0)
+    job.swapped()
+    job.train(1, rank1=0)
+    assert job.outcome.exit_code == EXIT_WORKER_FAILED
+
+
+def test_where_not_all_know_the_runtime_an_exit_code_0_beside_others_is_a_good_end() -> None:
+    job = Swaps()
+    job.state = replace(job.state, holders={r: replace(h, runtime=None) for r, h in job.state.holders.items()})
+    job.train(1, rank1=0)
+    assert (job.phase(), job.state.generation) == (Phase.RUNNING, G1)
+
+
+# --- the ground ------------------------------------------------------------------------------------------------------
+
+
+def test_all_nodes_are_told_who_runs_where_and_whose_server_keeps_copies() -> None:
+    job = Swaps(spares=1)
+    for index in range(3):
+        job.say(index, *map(job.rank, job.here(index)), server=SlotPeer(index, f"10.0.0.{index}", 7000))
+    ground = job.plan(0).ground
+    assert ground is not None
+    assert ground.places == {0: 0, 1: 1}
+    assert ground.domains == ((0, "rack0"), (1, "rack1"))
+    assert [server.node for server in ground.servers] == [0, 1, 2]
+    assert job.plan(2).phase is PlanPhase.PARK
+    assert job.plan(2).ground == ground
+    job.lose(1)
+    ground = job.plan(0).ground
+    assert ground is not None
+    assert ground.places == {0: 0, 1: 2}
+    assert ground.domains == ((0, "rack0"), (2, "rack2"))
+    assert [server.node for server in ground.servers] == [0, 2]
+
+
+def test_a_job_that_does_not_know_the_runtime_has_no_ground() -> None:
+    job = Script()
+    for index in (0, 1):
+        job.admit(index)
+        job.report(index, quiesced=NO_GENERATION, applied=NO_GENERATION)
+    job.quiesced()
+    assert job.phase() is Phase.RUNNING
+    assert (job.wish(0).ground, job.wish(0).lineage.resumes) == (None, ())
+    assert node_plan(job.state, job.wish(0), IDENTITY).resumption is None
+
+
+# --- new processes from the slots ------------------------------------------------------------------------------------
+
+
+def test_new_processes_are_told_what_to_load_and_nodes_what_is_void() -> None:
+    job = Swaps()
+    job.train(1, rank1=-9)
+    job.swapped()
+    job.train(1, rank1=-11)  # before a version became complete
+    assert job.state.rung is Rung.FROM_SLOTS
+    quiesce = job.plan(0)
+    assert (quiesce.phase, quiesce.resumption) == (PlanPhase.QUIESCE, Resumption(None, (Stamp(G2, 5),)))
+    job.started()
+    run = job.plan(1)
+    assert (run.phase, run.resumption) == (PlanPhase.RUN, Resumption(Stamp(G1, 5), (Stamp(G3, 5),)))
+    assert [source.kind for source in run.ranks[0].sources] == [SourceKind.OWN_NODE]
+    assert run.ranks[0].born == NO_GENERATION
+
+
+def test_a_generation_that_begins_from_the_script_makes_all_older_copies_void() -> None:
+    job = Swaps()
+    job.train(1, rank1=-9)
+    for index in (0, 1):
+        job.say(index, job.rank(index, joined=G2), kept=())
+    job.started()
+    assert job.plan(0).resumption == Resumption(None, (Stamp(G3, -1),))
+    assert job.state.bundles == ()
 
 
 def test_when_most_do_not_leave_their_step_all_are_forked_again_and_load_from_the_slots() -> None:

@@ -10,9 +10,9 @@ import pytest
 from model.exploration import Broken, Exploration, explore, wander
 from model.swapping import Swapping
 
-from phoenix_launch.job import membership, swapping
+from phoenix_launch.job import holding, membership, swapping
 from phoenix_launch.job.state import TRANSITIONS, Holder, Member, Phase, Rung, State
-from phoenix_launch.messages import NO_GENERATION
+from phoenix_launch.wire import NO_GENERATION
 
 LIMIT = 150_000
 WALKS = 150
@@ -54,8 +54,15 @@ def test_two_faults_at_any_moment_are_repaired_or_end_the_job_for_want_of_nodes(
     assert model.phases >= {Phase.SWAPPING, Phase.WAITING, Phase.QUIESCING, Phase.STOPPING}
 
 
+def test_two_faults_of_processes_of_which_one_is_rare_are_repaired() -> None:
+    model = Swapping(faults=2, lost=False, cut=False, rare=True)
+    assert explored(model).states > 4_000
+    assert model.rungs == {Rung.START, Rung.IN_PLACE, Rung.FROM_SLOTS}
+    assert not model.phases & {Phase.WAITING, Phase.STOPPING, Phase.LEAVING}
+
+
 def test_random_ways_with_four_faults_keep_the_promises() -> None:
-    model = Swapping(faults=4)
+    model = Swapping(faults=4, rare=True)
     moves = sum(wander(model.start, model.moves, model.goal, seed, length=WALK, calm=0.93) for seed in range(WALKS))
     assert moves > 15 * WALKS
     assert model.rungs == set(Rung)
@@ -83,7 +90,7 @@ def test_planning_before_the_nodes_have_said_what_they_keep_is_found(monkeypatch
 
 
 def test_trusting_what_was_said_to_an_older_generation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "has_joined", lambda _, holder: holder.runtime is not None)
+    monkeypatch.setattr(holding, "has_joined", lambda _, holder: holder.runtime is not None)
     monkeypatch.setattr(membership._Transition, "_not_quiet", _silent_nodes)
     assert "given up although" in lost_somewhere()
 
@@ -95,3 +102,9 @@ def _silent_nodes(work: membership._Transition) -> list[Member]:
 def test_counting_on_a_process_that_may_never_have_been_started_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swapping, "Holder", partial(Holder, seen=True))
     assert "stuck" in lost_somewhere()
+
+
+def test_waiting_for_a_survivor_that_never_comes_to_a_safe_point_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "cannot_stay", lambda _: "")
+    with pytest.raises(Broken, match="stuck"):
+        explored(Swapping(faults=2, lost=False, cut=False, rare=True))

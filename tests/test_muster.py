@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from phoenix_launch.bus import SupervisorBus
+from phoenix_launch.bus.supervisor import SupervisorBus
 from phoenix_launch.errors import StartError
 from phoenix_launch.hosts import remote
 from phoenix_launch.hosts.specs import NodeSpec

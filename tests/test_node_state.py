@@ -5,24 +5,20 @@ from __future__ import annotations
 import itertools
 from typing import TypeVar
 
+import msgspec
 from fake_supervisor import G1, G2, G3, command, order, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phoenix_launch.messages import (
-    Generation,
-    PlanPhase,
-    Prepare,
-    ProcessState,
-    RunMode,
-    StartMethod,
-    StoreReport,
-)
+from phoenix_launch.bootstrap import RunMode, StartMethod
+from phoenix_launch.copies import Stamp
+from phoenix_launch.messages import NodePlan, PlanPhase, Prepare, ProcessState, RankOrder, Resumption, StoreReport
 from phoenix_launch.node.actions import (
     Action,
     EndTree,
     HostStore,
     Leave,
+    Member,
     ParkProcess,
     PassSignal,
     RunWorker,
@@ -31,6 +27,7 @@ from phoenix_launch.node.actions import (
     Sweep,
 )
 from phoenix_launch.node.state import FAILURE_WINDOW, NodeState
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 A = TypeVar("A", bound=Action)
 FORK = command("script.py", start_method=StartMethod.FORK)
@@ -330,6 +327,204 @@ def test_parked_processes_that_keep_dying_end_in_a_complaint() -> None:
     assert state.decide(100.0) == []
 
 
+# --- swaps: survivors stay -------------------------------------------------------------------------------------------
+
+
+def born(generation: Generation, *ranks: int) -> list[RankOrder]:
+    """Orders that name the processes which this generation has started."""
+    return [msgspec.structs.replace(order(rank), born=generation) for rank in ranks]
+
+
+def swap(generation: Generation, *orders: RankOrder, stage: int = 0, phase: PlanPhase = PlanPhase.SWAP) -> NodePlan:
+    """Stage 0: leave your step; 1: it goes on from this version; 2: here is where everybody is."""
+    addresses = {0: "here", 1: "there"} if stage > 1 else {}
+    resumption = Resumption(Stamp(G1, 7) if stage else None, (Stamp(generation, 7),), addresses)
+    return plan(generation, phase, *orders, resumption=resumption, host_store=False)
+
+
+def begun(actions: list[Action]) -> list[int]:
+    return [action.order.rank for action in only(actions, RunWorker)]
+
+
+def alive(state: NodeState) -> dict[int, Generation]:
+    return {m.order.rank: m.generation for m in state.workers() if m.order is not None and m.alive}
+
+
+def lost(rank: int, *, of: int = 2) -> NodeState:
+    """A node with workers 0 .. of-1 of generation 1, one of which has just died with all its tree."""
+    state, keys = running(*range(of))
+    end(state, keys[rank], -9, 1.0)
+    return state
+
+
+def test_a_swap_keeps_who_is_named_and_starts_who_is_missing_alone() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    (run,) = only(state.decide(2.0), RunWorker)
+    assert (run.order.rank, run.generation) == (1, G2)
+    assert state.members[run.key].alone
+    assert alive(state) == {0: G1, 1: G2}
+    assert (state.quiesced, state.applied) == (G2, G1)
+
+
+def test_who_a_swap_does_not_name_is_killed_without_a_word_before_anybody_is_started_in_its_place() -> None:
+    state, keys = running(0, 1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    assert state.decide(2.0) == [EndTree(keys[1])]
+    assert state.quiesced < G2
+    state.on_exit(keys[1], -9, 2.1)
+    assert state.decide(2.1) == []
+    state.on_cleared(keys[1])
+    assert begun(state.decide(2.2)) == [1]
+    assert state.quiesced == G2
+
+
+def test_the_generation_that_follows_a_swap_runs_with_who_is_there() -> None:
+    state = lost(1)
+    orders = [*born(G1, 0), order(1)]
+    for stage in (0, 1, 2):
+        state.on_plan(swap(G2, *orders, stage=stage), 2.0)
+        state.decide(2.0)
+    state.on_plan(swap(G2, *orders, stage=1, phase=PlanPhase.RUN), 3.0)
+    assert state.decide(3.0) == []
+    assert state.applied == G2
+    assert [(m.order.rank, m.generation, m.code) for m in state.workers() if m.order] == [(0, G1, None), (1, G2, None)]
+    state.on_plan(swap(G2, *orders, stage=1, phase=PlanPhase.RUN), 4.0)
+    assert state.decide(4.0) == []
+
+
+def test_a_swap_says_more_and_more_and_what_said_less_is_out_of_date() -> None:
+    state = lost(1)
+    orders = [*born(G1, 0), order(1)]
+    assert state.on_plan(swap(G2, *orders, stage=1), 2.0)
+    assert not state.on_plan(swap(G2, *orders, stage=0), 2.0)
+    assert state.on_plan(swap(G2, *orders, stage=2), 2.0)
+    assert not state.on_plan(swap(G2, *orders, stage=1), 2.0)
+    assert state.on_plan(swap(G2, *orders, stage=1, phase=PlanPhase.RUN), 2.0)
+    assert not state.on_plan(swap(G2, *orders, stage=2), 2.0)
+    assert state.on_plan(swap(G3, *born(G1, 0), *born(G2, 1)), 2.0)
+    assert not state.on_plan(swap(G2, *orders, stage=1, phase=PlanPhase.RUN), 2.0)
+
+
+def test_a_doubled_swap_starts_nobody_twice_and_ends_nobody_of_its_own_generation() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    assert begun(state.decide(2.0)) == [1]
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.5)
+    assert state.decide(2.5) == []
+    state.on_plan(swap(G2, *born(G1, 0)), 3.0)  # from before there was a node for rank 1
+    assert state.decide(3.0) == []
+    assert alive(state) == {0: G1, 1: G2}
+
+
+def test_a_survivor_that_dies_in_a_swap_is_reported_until_another_generation_runs() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    state.on_started(only(state.decide(2.0), RunWorker)[0].key, next(PIDS))
+    survivor = next(m for m in state.workers() if m.generation == G1 and m.alive)
+    end(state, survivor.key, -11, 2.5)
+    assert state.decide(2.5) == [], "it is the supervisor that says what comes of it"
+    state.on_plan(swap(G3, order(0), *born(G2, 1)), 3.0)
+    (run,) = only(state.decide(3.0), RunWorker)
+    assert (run.order.rank, run.generation, state.quiesced) == (0, G3, G3)
+    assert {m.code for m in state.workers() if not m.alive} == {-9, -11}
+    state.on_plan(swap(G3, order(0), *born(G2, 1), phase=PlanPhase.RUN), 4.0)
+    state.decide(4.0)
+    assert alive(state) == {0: G3, 1: G2} and len(state.workers()) == 2
+
+
+def test_a_new_worker_that_dies_in_a_swap_is_started_again_by_the_next_one_only() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    (first,) = only(state.decide(2.0), RunWorker)
+    state.on_started(first.key, next(PIDS))
+    end(state, first.key, 1, 2.5)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.6)
+    assert state.decide(2.6) == []
+    state.on_plan(swap(G3, *born(G1, 0), order(1)), 3.0)
+    assert begun(state.decide(3.0)) == [1]
+    assert alive(state) == {0: G1, 1: G3}
+
+
+def test_a_swap_that_follows_a_swap_ends_what_the_first_has_started_unless_it_names_it() -> None:
+    state = lost(1, of=3)
+    state.on_plan(swap(G2, *born(G1, 0, 2), order(1)), 2.0)
+    (run,) = only(state.decide(2.0), RunWorker)
+    state.on_started(run.key, next(PIDS))
+    state.on_plan(swap(G3, *born(G1, 0), order(2), order(1)), 3.0)
+    ended = {action.key for action in only(state.decide(3.0), EndTree)}
+    assert {(m.order.rank, m.generation) for m in state.workers() if m.key in ended and m.order} == {(1, G2), (2, G1)}
+
+
+def test_a_generation_of_new_processes_after_a_swap_ends_all_with_a_grace() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    state.on_started(only(state.decide(2.0), RunWorker)[0].key, next(PIDS))
+    state.on_plan(plan(G3, PlanPhase.QUIESCE, grace=5.0), 3.0)
+    told = only(state.decide(3.0), PassSignal)
+    assert {state.members[action.key].generation for action in told} == {G1, G2}
+    assert state.next_deadline() == 8.0
+    for member in state.workers():
+        if member.alive:
+            end(state, member.key, -15, 4.0)
+    assert state.decide(4.0) == [Sweep()]
+    state.on_swept()
+    state.decide(4.0)
+    assert state.quiesced == G3
+
+
+def test_a_stop_in_a_swap_reaches_survivors_and_new_ones() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0), order(1)), 2.0)
+    state.on_started(only(state.decide(2.0), RunWorker)[0].key, next(PIDS))
+    state.on_plan(plan(G2, PlanPhase.STOP, grace=5.0), 3.0)
+    assert len(only(state.decide(3.0), PassSignal)) == 2
+    state.on_plan(swap(G2, *born(G1, 0), order(1), order(2), stage=2), 3.1)
+    assert begun(state.decide(3.1)) == []
+
+
+def test_a_node_that_a_swap_gives_its_first_ranks_starts_them_at_once() -> None:
+    state = forking(2)
+    state.on_plan(plan(G1, PlanPhase.PARK), 0.0)
+    park(state, 0.0)
+    state.on_plan(swap(G2, order(2), order(3)), 1.0)
+    assert begun(state.decide(1.0)) == [2, 3]
+
+
+def test_a_plan_to_run_that_names_survivors_does_the_same_when_the_swap_got_lost() -> None:
+    state, keys = running(0, 1)
+    state.on_plan(swap(G2, *born(G1, 0), phase=PlanPhase.RUN), 2.0)
+    assert state.decide(2.0) == [EndTree(keys[1])]
+    state.on_exit(keys[1], -9, 2.1)
+    state.on_cleared(keys[1])
+    state.decide(2.1)
+    assert (state.quiesced, state.applied, alive(state)) == (G2, G2, {0: G1})
+
+
+def test_survivors_keep_the_store_that_they_are_connected_to() -> None:
+    state = forking(2)
+    state.on_plan(plan(G1, PlanPhase.RUN, order(0), host_store=True), 0.0)
+    (host,) = only(park(state, 0.0), HostStore)
+    state.on_store_up(host.key, StoreReport(G1, "a", 1))
+    for number, phase in enumerate((PlanPhase.SWAP, PlanPhase.RUN)):
+        with_store = msgspec.structs.replace(swap(G2, *born(G1, 0), stage=1, phase=phase), host_store=True)
+        state.on_plan(with_store, 1.0 + number)
+        assert park(state, 1.0 + number) == []
+    assert (state.store, state.applied) == (StoreReport(G1, "a", 1), G2)
+    state.on_plan(plan(G3, PlanPhase.QUIESCE, host_store=True), 4.0)
+    (newer,) = only(park(state, 4.0), HostStore)
+    assert newer.generation == G3
+
+
+def test_strays_are_not_looked_for_while_survivors_live_that_could_own_them() -> None:
+    state = lost(1)
+    state.on_plan(swap(G2, *born(G1, 0)), 2.0)
+    assert only(state.decide(2.0), Sweep) == []
+    survivor = next(m for m in state.workers() if m.alive)
+    end(state, survivor.key, -9, 3.0)
+    assert Sweep() in state.decide(3.0)
+
+
 PHASES = st.sampled_from(list(PlanPhase))
 EVENTS = st.lists(
     st.one_of(
@@ -390,3 +585,70 @@ def apply(state: NodeState, event: tuple[object, ...], now: float) -> None:
                 state.on_fork_server_gone("exit code 1", now)
         case ("swept",):
             state.on_swept()
+
+
+SWAPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("fault"), st.sets(st.integers(0, 2))),
+        st.tuples(st.just("further")),
+        st.tuples(st.just("again"), st.integers(0, 9)),
+        st.tuples(st.just("exit"), st.integers(0, 9), st.just(-9)),
+        st.tuples(st.just("clear"), st.integers(0, 9)),
+        st.tuples(st.just("swept")),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SWAPS)
+def test_whatever_happens_in_swaps_no_rank_has_two_processes_and_no_survivor_is_ended(
+    events: list[tuple[object, ...]],
+) -> None:
+    state, _ = running(0, 1, 2)
+    assert state.plan is not None
+    issued = [state.plan]
+    begun: list[tuple[Generation, int]] = []
+    for moment, event in enumerate(events):
+        now = float(moment)
+        issue(state, issued, event, now)
+        apply(state, event, now)
+        newest = issued[-1]
+        assert state.plan == newest
+        named = {(o.rank, newest.generation if o.born == NO_GENERATION else o.born) for o in newest.ranks}
+        for action in state.decide(now):
+            if isinstance(action, RunWorker):
+                begun.append((action.generation, action.order.rank))
+                state.on_started(action.key, next(PIDS))
+            elif isinstance(action, EndTree):
+                ended = state.members[action.key]
+                assert not ended.alive or who(ended) not in named, "a survivor is ended"
+        living = [who(member) for member in state.workers() if member.alive]
+        assert len({rank for rank, _ in living}) == len(living), "no rank has two processes"
+        assert len(begun) == len(set(begun))
+        assert state.applied <= state.quiesced
+        assert state.quiesced < newest.generation or named.issuperset(living)
+
+
+def who(member: Member) -> tuple[int, Generation]:
+    assert member.order is not None
+    return member.order.rank, member.generation
+
+
+def issue(state: NodeState, issued: list[NodePlan], event: tuple[object, ...], now: float) -> None:
+    """As a supervisor does that knows who lives: the next generation names them, without those that it has given up."""
+    newest = issued[-1]
+    match event:
+        case ("fault", set() as given_up):
+            living = [who(member) for member in state.workers() if member.alive]
+            kept = [o for rank, g in living if rank not in given_up for o in born(g, rank)]
+            new = sorted({0, 1, 2} - {o.rank for o in kept})
+            issued.append(swap(newest.generation.following(), *kept, *map(order, new)))
+            state.on_plan(issued[-1], now)
+        case ("further",) if newest.phase is PlanPhase.SWAP:
+            told = newest.resumption is not None and newest.resumption.stamp is not None
+            phase = PlanPhase.RUN if told else PlanPhase.SWAP
+            issued.append(swap(newest.generation, *newest.ranks, stage=1, phase=phase))
+            state.on_plan(issued[-1], now)
+        case ("again", int() as index):
+            state.on_plan(issued[max(0, len(issued) - 1 - index)], now)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phoenix_launch.messages import Command, RunMode
+from phoenix_launch.bootstrap import Command, RunMode
 from phoenix_launch.node.fresh_process import start
 from phoenix_launch.node.numa import Gpu, Machine, NumaError, bind
 from phoenix_launch.node.worker_setup import WorkerSetupError, near_cpus

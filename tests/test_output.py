@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phoenix_launch.messages import FromOutput, Generation, OutputChunk, OutputEnd, OutputSettings
+from phoenix_launch.bootstrap import OutputSettings
 from phoenix_launch.node.lines import CHUNK_BYTES, LineAssembler, chunks, last_lines, matching, prefixed
 from phoenix_launch.node.log_files import RETRY_SECONDS, Disk, LogFile
 from phoenix_launch.node.output import OutputPump
 from phoenix_launch.node.routes import STDERR, STDOUT, SpareLabel, WorkerLabel, route
+from phoenix_launch.output_messages import FromOutput, OutputChunk, OutputEnd
+from phoenix_launch.wire import Generation
 
 Eventually = Callable[..., object]
 FIRST = Generation(1, 1)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from phoenix_launch.job.last_output import LastOutput
-from phoenix_launch.messages import ExitReport, Generation, NodeReport, ProcessState, RankReport
+from phoenix_launch.messages import ExitReport, NodeReport, ProcessState, RankReport
+from phoenix_launch.wire import Generation
 from tests.jobs_under_test import PHOENIX_RUN, environment
 from tests.quick_jobs import Ground, kill
 from tests.quick_jobs import ground as ground

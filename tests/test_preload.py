@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phoenix_launch.messages import Command, RunMode
+from phoenix_launch.bootstrap import Command, RunMode
 from phoenix_runtime import preload
 from phoenix_runtime.preload import ALWAYS, Import
 

@@ -7,15 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from phoenix_launch.bus import KeyPair
+from phoenix_launch.bus.keys import KeyPair
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job.state import Member, NodeState, Phase, Rules, State
-from phoenix_launch.messages import Generation, Prepare
+from phoenix_launch.messages import Prepare
 from phoenix_launch.records.folders import JobFolder
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.opening import Job, Joining
 from phoenix_launch.supervision.preparation import Preparation, gathered
+from phoenix_launch.wire import Generation
 from tests.test_preflight import fact
 
 KEYS = KeyPair("public", "secret")

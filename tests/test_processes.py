@@ -7,18 +7,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from fake_supervisor import Witness
 
-from phoenix_launch import processes
+from phoenix_launch import process_table, processes
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.node import endings
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.trees import Claim, living, owners
-from phoenix_launch.processes import ProcessStat, Table
+from phoenix_launch.process_table import ProcessStat, Table
 
 FORK_AND_SAY = """
 import os, subprocess, sys
@@ -50,50 +50,50 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_name_with_blanks_and_brackets_is_read() -> None:
     text = "12 (a) b (c) S 1 12 12 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 4711 9 9"
-    found = processes.parse_stat(text)
+    found = process_table.parse_stat(text)
     assert (found.pid, found.name, found.state, found.parent, found.start_time) == (12, "a) b (c", "S", 1, 4711)
 
 
 @pytest.mark.parametrize("text", ["", "12 (x)", "12 (x) S 1", "garbage"])
 def test_what_is_no_line_of_the_table_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"no line|invalid literal"):
-        processes.parse_stat(text)
+        process_table.parse_stat(text)
 
 
 def test_this_process_finds_itself() -> None:
-    me = processes.look_up(os.getpid())
+    me = process_table.look_up(os.getpid())
     assert me is not None and me.parent == os.getppid() and me.alive
-    assert processes.is_running(os.getpid(), me.start_time)
-    assert not processes.is_running(os.getpid(), me.start_time + 1)
+    assert process_table.is_running(os.getpid(), me.start_time)
+    assert not process_table.is_running(os.getpid(), me.start_time + 1)
 
 
 def test_a_signal_reaches_the_process_it_names(sleeper: subprocess.Popen[bytes]) -> None:
-    named = processes.look_up(sleeper.pid)
+    named = process_table.look_up(sleeper.pid)
     assert named is not None
-    assert processes.send_signal(named, signal.SIGTERM)
+    assert process_table.send_signal(named, signal.SIGTERM)
     assert sleeper.wait(10) == -signal.SIGTERM
 
 
 def test_a_signal_spares_whoever_got_the_number_later(sleeper: subprocess.Popen[bytes]) -> None:
-    named = processes.look_up(sleeper.pid)
+    named = process_table.look_up(sleeper.pid)
     assert named is not None
-    assert not processes.send_signal(replace(named, start_time=named.start_time - 1), signal.SIGKILL)
+    assert not process_table.send_signal(named._replace(start_time=named.start_time - 1), signal.SIGKILL)
     assert sleeper.poll() is None
 
 
 def test_a_zombie_does_not_run() -> None:
     popen = subprocess.Popen(["true"])
-    started = processes.start_time(popen.pid)
+    started = process_table.start_time(popen.pid)
     assert started is not None
     os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-    assert not processes.is_running(popen.pid, started)
+    assert not process_table.is_running(popen.pid, started)
     popen.wait(10)
 
 
 def test_descendants_are_found_at_any_depth_and_nobody_else() -> None:
     everybody = table(entry(1, 0), entry(10, 1), entry(11, 10), entry(12, 11), entry(20, 1))
-    assert processes.descendants(everybody, 10) == {11, 12}
-    assert processes.descendants(everybody, 12) == set()
+    assert process_table.descendants(everybody, 10) == {11, 12}
+    assert process_table.descendants(everybody, 12) == set()
 
 
 KILLER = """
@@ -136,13 +136,13 @@ def test_nothing_below_outlives_the_kill_loop(
         assert int(left) == 0
         assert float(seconds) < 5
         assert killer.wait(10) == 0
-    assert not any(entry.alive for pid in pids if (entry := processes.look_up(pid)))
+    assert not any(entry.alive for pid in pids if (entry := process_table.look_up(pid)))
 
 
 def test_a_process_that_does_not_die_is_named_in_time(sleeper: subprocess.Popen[bytes]) -> None:
-    stuck = processes.look_up(sleeper.pid)
+    stuck = process_table.look_up(sleeper.pid)
     assert stuck is not None
-    immortal = replace(stuck, start_time=stuck.start_time + 1, state="D")  # no signal ever reaches this one
+    immortal = stuck._replace(start_time=stuck.start_time + 1, state="D")  # no signal ever reaches this one
     assert processes.kill_until_gone(lambda: [immortal], 0.2) == [immortal]
     assert processes.described([immortal]) == f"pid {sleeper.pid} (sleep, state D)"
 

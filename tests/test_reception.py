@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from phoenix_launch.bus import KeyPair
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.bus.keys import KeyPair
 from phoenix_launch.hosts.specs import NodeSpec
-from phoenix_launch.messages import AgentBootstrap, JoinRequest
+from phoenix_launch.messages import JoinRequest
 from phoenix_launch.supervision.muster import Muster
 from phoenix_launch.supervision.reception import Reception
 from tests.bootstraps import bootstrap

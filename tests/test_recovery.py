@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phoenix_launch.copies import KeptSlot, Slot, Source, SourceKind, Stamp
 from phoenix_launch.job.commit import Bundle, Lineage, intact
 from phoenix_launch.job.recovery import Recovery, Survivor, lost_steps, plan
-from phoenix_launch.messages import Generation, KeptSlot, Slot, Source, SourceKind, Stamp
+from phoenix_launch.wire import Generation
 
 G1, G2, G3 = (Generation(1, n) for n in (1, 2, 3))
 OWN = (Bundle("own0", (0,), private=True), Bundle("own1", (1,), private=True))

@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
-from phoenix_launch.bus import KeyPair
+from phoenix_launch.bus.keys import KeyPair
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job.state import Member, NodeState, Phase, Rules, State
-from phoenix_launch.messages import Generation
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.start_words import REPEAT, SLOW, Progress, StartWords, hurried, progress
+from phoenix_launch.wire import Generation
 from tests.test_preflight import fact
 
 

@@ -1,7 +1,8 @@
-"""The worker's end of its node's checkpoint server. Belongs to one thread (the copier's)."""
+"""The worker's end of its node's checkpoint server. Belongs to one thread (the copier's); others may `interrupt` it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -11,6 +12,7 @@ from typing import Final
 from phoenix_launch import channel
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader, SlotWriter
+from phoenix_launch.copies import Stamp
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import (
     CopySealed,
@@ -23,8 +25,8 @@ from phoenix_launch.local_messages import (
     SlotToFill,
     SlotToRead,
 )
-from phoenix_launch.messages import Generation, Stamp
 from phoenix_launch.timeouts import timeout
+from phoenix_launch.wire import Generation
 
 REQUEST_SECONDS: Final = timeout("slot_request")
 
@@ -85,6 +87,11 @@ class SlotsLink:
         if reader is None:
             raise SlotRefusedError(f"version {stamp.version} of bundle {bundle!r} is damaged")
         return reader
+
+    def interrupt(self) -> None:
+        """From any thread: whoever waits in this link gets an OSError, and it is of no use any more."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

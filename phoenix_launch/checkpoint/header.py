@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from phoenix_launch.checkpoint.layout import ALIGNMENT, aligned, table_digest
-from phoenix_launch.messages import Slot, Stamp
+from phoenix_launch.copies import Slot, Stamp
 
 PAGE_BYTES: Final = 4096
 FORMAT: Final = 1

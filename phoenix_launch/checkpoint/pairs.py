@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from phoenix_launch.checkpoint.slots import SlotMemory
+from phoenix_launch.copies import KeptSlot, Slot, Stamp
 from phoenix_launch.errors import PhoenixError
 from phoenix_launch.job import commit
-from phoenix_launch.messages import NO_GENERATION, Generation, KeptSlot, Slot, Stamp
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 
 class SlotRefusedError(PhoenixError):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.messages import Generation
+from phoenix_launch.wire import Generation
 
 _GREETING: Final = b"phoenix-slots-1\n"
 _NONCE_BYTES: Final = 32

@@ -25,10 +25,10 @@ from phoenix_launch.checkpoint.header import PAGE_BYTES, Extent, Header, Label
 from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Wish
 from phoenix_launch.checkpoint.peer_link import PIECE_BYTES, Identity, PeerLink
 from phoenix_launch.checkpoint.slots import SlotMemory
+from phoenix_launch.copies import SlotPeer, Stamp
 from phoenix_launch.errors import PhoenixError, ProtocolError
-from phoenix_launch.local_messages import SlotPeer
-from phoenix_launch.messages import Generation, Message, Stamp, encode
 from phoenix_launch.timeouts import timeout
+from phoenix_launch.wire import Generation, Message, encode
 
 HANDSHAKE_SECONDS: Final = timeout("slot_handshake")
 PATIENCE_SECONDS: Final = timeout("slot_piece")

@@ -23,11 +23,12 @@ from phoenix_launch.checkpoint.pairs import SlotPairs, Standing
 from phoenix_launch.checkpoint.peer_link import Identity
 from phoenix_launch.checkpoint.replication import Partner
 from phoenix_launch.checkpoint.worker_connection import WorkerConnection
+from phoenix_launch.copies import SlotPeer
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.job.commit import Lineage
-from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, NodeLocal, SlotPeer, SlotRules, SlotsKept
-from phoenix_launch.messages import NO_GENERATION
+from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, NodeLocal, SlotRules, SlotsKept
 from phoenix_launch.processes import die_with_parent
+from phoenix_launch.wire import NO_GENERATION
 
 _BACKLOG: Final = 128
 _MOST_CALLERS: Final = 128  # other nodes' servers, and strangers until their handshake fails

@@ -13,7 +13,7 @@ from typing import Final
 from phoenix_launch.checkpoint import header
 from phoenix_launch.checkpoint.header import PAGE_BYTES, Header, Label
 from phoenix_launch.checkpoint.layout import Layout, Tensor, aligned
-from phoenix_launch.messages import Stamp
+from phoenix_launch.copies import Stamp
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
 _POPULATE_BYTES: Final = 16 << 20  # at a time: madvise holds the interpreter's lock, and a thread waits for it

@@ -7,9 +7,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import click
-
-from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, load, usage_error
 from phoenix_launch.cli.loading import loading
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 
@@ -19,9 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in VERBS:
-            return _call(words[0], words[1:])
-        return _call(DEFAULT_VERB, words)
+        code = _shown(words[1:]) if words[:1] == ["status"] else None
+        if code is None:
+            code = _called(words)
+        if sys.stdout is not None:  # it was closed when we were started (`>&-`)
+            sys.stdout.flush()
+        return code
     except PhoenixError as error:
         print(error.show(), file=sys.stderr, flush=True)
         return error.exit_code
@@ -33,19 +33,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_SIGNAL_BASE + signal.SIGPIPE
 
 
-def _call(verb: str, words: list[str]) -> int:
+def _shown(words: list[str]) -> int | None:
+    """`status` without click; None when click has to read the words."""
     with loading():
+        from phoenix_launch.cli.showing import plain, status
+    wish = plain(words)
+    return None if wish is None else status(*wish)
+
+
+def _called(words: list[str]) -> int:
+    with loading():
+        import click
+
+        from phoenix_launch.cli.command import DEFAULT_VERB, VERBS, load, usage_error
+
+        verb, rest = (words[0], words[1:]) if words and words[0] in VERBS else (DEFAULT_VERB, words)
         command = load(verb)
     name = "phoenix-run" if verb == DEFAULT_VERB else f"phoenix-run {verb}"
     try:
-        with command.make_context(name, words) as context:
+        with command.make_context(name, rest) as context:
             code = command.invoke(context)
     except click.exceptions.Exit as ended:  # --help, --version
         code = ended.exit_code
     except click.UsageError as error:
         raise usage_error(error, name, command) from None
-    if sys.stdout is not None:  # it was closed when we were started (`>&-`)
-        sys.stdout.flush()
     return code if isinstance(code, int) else EXIT_OK
 
 

@@ -6,24 +6,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from phoenix_launch.cli.loading import loading
 from phoenix_launch.errors import PhoenixError
 from phoenix_launch.records.folders import JobFolder, KeyKind, is_here
 from phoenix_launch.status import JobState, JobStatus, decode_status
 from phoenix_launch.timeouts import timeout
 
 if TYPE_CHECKING:
-    from phoenix_launch.messages import Body
+    from phoenix_launch.command_messages import FromCommand, ToCommand
 
 
-def ask(folder: JobFolder, kind: KeyKind, body: Body) -> Body:
+def ask(folder: JobFolder, kind: KeyKind, body: FromCommand) -> ToCommand:
     """One question to the supervisor; raises PhoenixError when it does not answer, or answers no."""
-    from phoenix_launch.bus import ClientLink, KeyPair  # zmq is loaded only when there is somebody to ask
-    from phoenix_launch.messages import Answer
+    with loading():  # zmq only when there is somebody to ask
+        from phoenix_launch.bus.client import ClientLink
+        from phoenix_launch.bus.keys import KeyPair
+        from phoenix_launch.command_messages import ANSWERS, Answer
 
     record = folder.read_record()
     keys = folder.read_client_keys(kind)
     pair = KeyPair(keys.public, keys.secret)
-    link = ClientLink(record.job, record.control_endpoint, record.server_key, pair, timeout("command"))
+    link = ClientLink(record.job, record.control_endpoint, record.server_key, pair, timeout("command"), ANSWERS)
     try:
         answer = link.ask(body)
     finally:
@@ -36,7 +39,7 @@ def ask(folder: JobFolder, kind: KeyKind, body: Body) -> Body:
 def current_status(folder: JobFolder) -> JobStatus:
     """From the supervisor while it lives, else what it left behind; orphaned when it left no last word."""
     if folder.is_running():
-        from phoenix_launch.messages import StatusReply, StatusRequest
+        from phoenix_launch.command_messages import StatusReply, StatusRequest
 
         try:
             answer = ask(folder, "status", StatusRequest())

@@ -13,7 +13,7 @@ from phoenix_launch.errors import EXIT_OK, UsageError
 from phoenix_launch.records.folders import choose, jobs_root
 
 if TYPE_CHECKING:
-    from phoenix_launch.messages import DrillKind
+    from phoenix_launch.command_messages import DrillKind
 
 KINDS: Final = ("kill-worker", "kill-node", "kill-agent")  # DrillKind's, named here so that the help loads no messages
 _EXAMPLE: Final = "for example phoenix-run inject-fault {} {}"
@@ -24,7 +24,7 @@ def inject_fault(kind: str, job: str, rank: str | None, node: str, named: str, d
 
     The job must have been started with --allow-drills, except for --dry-run. Without JOB: the one that runs.
     """
-    from phoenix_launch.messages import Answer, DrillKind, FaultRequest
+    from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest
 
     request = FaultRequest(_kind(kind), _rank(rank), node, dry_run)
     if (rank is None) == (not node):
@@ -48,7 +48,7 @@ def inject_fault(kind: str, job: str, rank: str | None, node: str, named: str, d
 
 
 def _kind(kind: str) -> DrillKind:
-    from phoenix_launch.messages import DrillKind
+    from phoenix_launch.command_messages import DrillKind
 
     if kind not in KINDS:
         meant = nearest(kind, list(KINDS))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from phoenix_launch.cli.command import Command
 from phoenix_launch.errors import EXIT_OK
 
@@ -13,6 +11,8 @@ def keygen() -> int:
 
     A job that is started by the same command on every host needs the same key on each of them.
     """
+    import secrets  # loads OpenSSL; `completion` imports every verb
+
     print(secrets.token_hex(32))
     return EXIT_OK
 

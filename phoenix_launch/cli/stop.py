@@ -22,7 +22,7 @@ def stop(job: str) -> int:
     if not folder.is_running():
         return _say_how_it_ended(folder)
     record = folder.read_record()
-    from phoenix_launch.messages import StopRequest
+    from phoenix_launch.command_messages import StopRequest
 
     try:
         ask(folder, "control", StopRequest())

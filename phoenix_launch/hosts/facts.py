@@ -16,7 +16,8 @@ from typing import Final
 import psutil  # type: ignore[import-untyped]
 
 from phoenix_launch import __version__
-from phoenix_launch.messages import AgentBootstrap, Command, HostFacts, OutputSettings, RunMode
+from phoenix_launch.bootstrap import AgentBootstrap, Command, OutputSettings, RunMode
+from phoenix_launch.messages import HostFacts
 from phoenix_launch.node.cgroup import ControlGroup
 
 LOOPBACK: Final = ("127.0.0.1", "lo")

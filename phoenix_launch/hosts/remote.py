@@ -18,10 +18,10 @@ from typing import Final
 
 import msgspec
 
+from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.errors import StartError, UsageError
 from phoenix_launch.hosts.environment import SECRETS
 from phoenix_launch.hosts.ssh_failures import Reason, explain
-from phoenix_launch.messages import AgentBootstrap
 
 WATCHING: Final = "watching"  # the first line of a channel that was opened again
 _REMEMBERED_LINES: Final = 40

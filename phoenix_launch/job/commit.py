@@ -17,7 +17,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from phoenix_launch.messages import Generation, Slot, Stamp
+from phoenix_launch.copies import Slot, Stamp
+from phoenix_launch.wire import Generation
 
 NO_VERSION: Final = -1
 

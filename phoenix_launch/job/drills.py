@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.errors import UsageError
 from phoenix_launch.job.state import State
-from phoenix_launch.messages import DrillKind
 from phoenix_launch.wording import ranks_named
 
 _HINT = 'for example --drill "kill-node --node 1 --after 20"'

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phoenix_launch.job.placement import RankPlace
 from phoenix_launch.job.state import Endpoint
-from phoenix_launch.messages import Generation
+from phoenix_launch.wire import Generation
 from phoenix_launch.wording import counted
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phoenix_launch.job.state import Ended, Outcome
-from phoenix_launch.messages import Generation, NodeReport
+from phoenix_launch.job.recovery import Recovery
+from phoenix_launch.job.state import Ended, Outcome, Rung
+from phoenix_launch.messages import NodeReport
+from phoenix_launch.wire import Generation
 
 # --- events ----------------------------------------------------------------------------------------------------------
 
@@ -75,13 +77,14 @@ Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFound:
-    """For the journal and the screen. kind: "worker", "node"."""
+    """For the journal and the screen. kind: "worker", "node". `after`: seconds since it happened, as far as is known."""
 
     kind: str
     node: int
     ranks: tuple[int, ...]
     detail: str
     cause: Ended | None = None
+    after: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,29 @@ class GenerationBegun:
 
     generation: Generation
     moved: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartsAnew:
+    """Nobody keeps its process in this repair."""
+
+    rung: Rung
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryFound:
+    """Where all ranks of the generation take their state from."""
+
+    generation: Generation
+    recovery: Recovery
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorsKnown:
+    """All ranks have said where their communicators of this generation are."""
+
+    generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,4 +148,15 @@ class Finished:
     outcome: Outcome
 
 
-Action = FaultFound | GenerationBegun | GenerationRuns | WaitingForNode | Fence | Relaunch | Finished
+Action = (
+    FaultFound
+    | GenerationBegun
+    | StartsAnew
+    | RecoveryFound
+    | CommunicatorsKnown
+    | GenerationRuns
+    | WaitingForNode
+    | Fence
+    | Relaunch
+    | Finished
+)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from phoenix_launch.messages import Generation, NodeReport
+from phoenix_launch.messages import NodeReport
+from phoenix_launch.wire import Generation
 
 StreamKey = tuple[int, Generation, int]  # rank, generation, stream
 

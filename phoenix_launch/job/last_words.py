@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from phoenix_launch.bootstrap import OutputSettings
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE
 from phoenix_launch.job.state import Ended, Outcome, State
-from phoenix_launch.messages import OutputSettings, RankOrder
+from phoenix_launch.messages import RankOrder
 from phoenix_launch.node.routes import STDERR, STDOUT, WorkerLabel, route
 from phoenix_launch.node.worker_setup import error_file
+from phoenix_launch.wire import Generation
 
 TAIL_LINES = 30
 
@@ -53,14 +55,22 @@ def summary(outcome: Outcome, files: Mapping[str, str] | None = None, shown: str
 def files_about(cause: Ended, state: State, output: OutputSettings, where: str = "") -> dict[str, str]:
     """The log and the error file of the worker to blame. `where`: what to add to a path that is of another host."""
     place = next(place for place in state.places if place.rank == cause.rank)
-    label = WorkerLabel(cause.rank, place.local_rank, state.generation, state.attempt)
+    generation = born(cause.rank, state)
+    attempt = max(0, generation.n - state.first)
+    label = WorkerLabel(cause.rank, place.local_rank, generation, attempt)
     log = route(output, label, STDERR if cause.report.tail else STDOUT).log
     files = {"log": f"{log}{where}"} if log else {}
     if cause.report.error and output.files:
         order = RankOrder(cause.rank, place.local_rank, {})
-        path = error_file(output, Path(), order, state.generation, state.attempt)
+        path = error_file(output, Path(), order, generation, attempt)
         files["error file"] = f"{path}{where}"
     return files
+
+
+def born(rank: int, state: State) -> Generation:
+    """The generation that started the process of this rank, after which its files are named."""
+    holder = state.holders.get(rank)
+    return state.generation if holder is None else holder.born
 
 
 def error_document(outcome: Outcome) -> str:

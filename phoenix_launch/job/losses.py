@@ -25,6 +25,8 @@ def loss(report: ExitReport, step: int) -> Loss:
 def _words(report: ExitReport) -> str:
     if report.code < 0:
         return f"signal {-report.code}"
+    if report.code == 0:
+        return "ended early"
     return f"{report.code}: {_error(report.error) or report.tail.rstrip().rpartition(chr(10))[2]}"
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE
-from phoenix_launch.job import placement
+from phoenix_launch.job import holding, placement
 from phoenix_launch.job.events import (
     Action,
     Admitted,
@@ -28,9 +28,10 @@ from phoenix_launch.job.events import (
 )
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
-from phoenix_launch.job.swapping import held
 from phoenix_launch.job.transition import silent_since
-from phoenix_launch.messages import Generation, NodeReport
+from phoenix_launch.messages import NodeReport
+from phoenix_launch.wire import Generation
+from phoenix_launch.wording import ranks_named
 
 HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
 
@@ -102,7 +103,7 @@ class _Transition(Starting):
         self._update(
             index, state=state, heard=self.now, reported=self.now, seq=report.seq, parked=report.parked,
             quiesced=report.quiesced, applied=report.applied, live=sum(1 for r in report.ranks if r.exit is None),
-            offered=report.offered, kept=report.kept,
+            offered=report.offered, kept=report.kept, server=report.slots,
         )  # fmt: skip
         if report.complaint:
             self._lose(index, report.complaint)
@@ -116,8 +117,9 @@ class _Transition(Starting):
             if holder is None or rank.generation != holder.born or holder.node != index:
                 continue
             runtime = holder.runtime if rank.runtime is None else rank.runtime
-            if (holder.seen, holder.step, holder.runtime) != (True, rank.step, runtime):
-                news[rank.rank] = replace(holder, seen=True, step=rank.step, runtime=runtime)
+            at = rank.step if rank.step >= 0 else holder.step
+            if (holder.seen, holder.step, holder.runtime) != (True, at, runtime):
+                news[rank.rank] = replace(holder, seen=True, step=at, runtime=runtime)
             if rank.exit is None:
                 continue
             known = self.state.ended.get(rank.rank)
@@ -193,19 +195,23 @@ class _Transition(Starting):
             if not member.alive:
                 continue
             if self.now - member.heard > rules.heartbeat_timeout:
-                self._lose(index, f"not heard of for {rules.heartbeat_timeout:g} s")
+                silent = self.now - member.heard
+                self._lose(index, f"not heard of for {rules.heartbeat_timeout:g} s", silent)
             elif member.state is NodeState.SUSPECT and self.now - member.suspect_since > rules.probe_timeout:
-                self._lose(index, "its connection closed and it does not answer")
+                silent = self.now - member.suspect_since
+                self._lose(index, "its connection closed and it does not answer", silent)
 
     def _settle_running(self) -> None:
         state = self.state
-        failed = self._failed()
-        if (failed or self._seat_empty()) and self._resilient():
+        failed = holding.failed(state)
+        if (failed or self._seat_empty()) and holding.resilient(state):
             self._repair()
         elif failed:
             self._worker_failed(failed[0])
         elif len(state.ended) == len(state.places):
             self._leave(Outcome(exit_code=EXIT_OK, text="finished"))
+        elif not state.leave and not self._seat_empty() and holding.all_leaving(state):
+            self.state = replace(state, leave=True)
         elif self._seat_empty():
             self._refill()
         elif self.now - state.since > state.rules.start_timeout:
@@ -226,8 +232,11 @@ class _Transition(Starting):
         if silent and exhausted:
             return  # each is heard of or lost before long
         self.actions.append(
-            FaultFound(kind="worker", node=cause.node, ranks=(cause.rank,), detail=how(cause.report.code), cause=cause)
-        )
+            FaultFound(
+                kind="worker", node=cause.node, ranks=(cause.rank,), detail=how(cause.report.code), cause=cause,
+                after=self.now - cause.at,
+            )
+        )  # fmt: skip
         if exhausted:
             self._enter(
                 Phase.STOPPING, outcome=self._failure(cause), signal=SIGTERM, grace=state.rules.shutdown_timeout
@@ -237,22 +246,28 @@ class _Transition(Starting):
         self._refill()
 
     def _settle_waiting(self) -> None:
-        if self.state.swap is not None and not all(held(self.state, rank) for rank in self.state.holders):
+        if self.state.swap is not None and not all(holding.held(self.state, rank) for rank in self.state.holders):
             self._repair()
             return
         refilled = placement.refilled(self.state.lineup, self._seatable(), self.state.rules.seats_min)
         if refilled is not None and self.state.swap is not None:
-            self._swap(self._lost())
+            self._swap(holding.lost(self.state))
         elif refilled is not None:
             self._begin(refilled)
         elif self.now - self.state.since > self.state.rules.spare_timeout:
-            names = ", ".join(m.name for m in self._missing())
-            outcome = Outcome(
-                exit_code=EXIT_DO_NOT_REQUEUE,
-                text=f"{names} lost and no spare node came within {self.state.rules.spare_timeout:g} s",
-                hint="give the job spare nodes (--spares), or start it again without that host",
-            )
-            self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=self.state.rules.shutdown_timeout)
+            grace = self.state.rules.shutdown_timeout
+            self._enter(Phase.STOPPING, outcome=self._no_spare(), signal=SIGTERM, grace=grace)
+
+    def _no_spare(self) -> Outcome:
+        state = self.state
+        names = ", ".join(member.name for member in self._missing())
+        hint = "give the job spare nodes (--spares), or start it again without that host"
+        text = f"{names} lost and no spare node came within {state.rules.spare_timeout:g} s"
+        if holding.resilient(state):
+            kept = ranks_named([rank for rank in state.holders if holding.held(state, rank)])
+            text += f"; {kept} waited with the training state in memory" if state.swap is not None else ""
+            hint += ". The copies in memory end with this job: the next one goes on from the script's own checkpoint"
+        return Outcome(exit_code=EXIT_DO_NOT_REQUEUE, text=text, hint=hint)
 
     def _settle_stopping(self) -> None:
         state = self.state

@@ -5,7 +5,8 @@ from __future__ import annotations
 from phoenix_launch.job.environment import JobIdentity, worker_environment
 from phoenix_launch.job.state import State
 from phoenix_launch.job.wishes import Wish
-from phoenix_launch.messages import NO_GENERATION, NodePlan, PlanPhase, RankOrder, Resumption
+from phoenix_launch.messages import NodePlan, PlanPhase, RankOrder, Resumption
+from phoenix_launch.wire import NO_GENERATION
 
 
 def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
@@ -41,12 +42,14 @@ def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
         grace=wish.grace,
         attempt=state.attempt,
         resumption=_resumption(wish),
+        ground=wish.ground,
+        leave=wish.leave,
     )
 
 
 def _resumption(wish: Wish) -> Resumption | None:
-    """None for a generation that has nothing to do with older ones."""
-    if wish.phase is not PlanPhase.SWAP and wish.recovery is None:
+    """None as long as no generation has to do with older ones."""
+    if wish.phase is not PlanPhase.SWAP and not wish.lineage.resumes:
         return None
     stamp = None if wish.recovery is None else wish.recovery.stamp
     return Resumption(stamp, wish.lineage.resumes, dict(wish.addresses))

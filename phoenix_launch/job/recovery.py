@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from phoenix_launch.copies import KeptSlot, Source, SourceKind, Stamp
 from phoenix_launch.job.commit import Bundle, Lineage, intact
-from phoenix_launch.messages import KeptSlot, Source, SourceKind, Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,14 @@ def plan(
     kept: Mapping[int, Iterable[KeptSlot]],
     places: Mapping[int, int],
     lineage: Lineage,
+    *,
+    from_holders: bool = True,
 ) -> Recovery | None:
-    """The newest version that every bundle still has an intact copy of, and the cheapest source for each rank.
+    """The newest version that every rank can have all its bundles of, and the cheapest source for each.
 
     `kept`: by node, its slots and the replicas it keeps; `places`: rank -> node in the generation to come; `lineage`: that of
-    all generations so far. None when there is no such version: then the next rung of the ladder.
+    all generations so far; `from_holders`: whether a rank may take a bundle from another one that is live, and not from
+    slots only. None when there is no such version: then the next rung of the ladder.
     """
     table = sorted(bundles)
     live = {s.rank: (s.node, s.live) for s in survivors if s.live is not None and lineage.loadable(s.live)}
@@ -60,7 +63,8 @@ def plan(
                 slots[kept_slot.bundle].setdefault(kept_slot.slot.stamp, []).append(node)
     common: set[Stamp] | None = None
     for bundle in table:
-        there = set(slots[bundle.key]) | {live[rank][1] for rank in bundle.holders if rank in live}
+        here = [{live[rank][1]} if rank in live else set() for rank in bundle.holders]
+        there = set(slots[bundle.key]) | (set.union if from_holders else set.intersection)(*here)
         common = there if common is None else common & there
     if not common:
         return None

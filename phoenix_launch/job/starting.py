@@ -61,7 +61,7 @@ class Starting(Swapping):
         ]
         if not slow and state.store is not None:
             self._plan_from_slots()
-            self._enter(Phase.RUNNING)
+            self._enter(Phase.RUNNING, leave=False)
             self.actions.append(GenerationRuns(state.generation))
         elif self.now - state.since > state.rules.shutdown_timeout + state.rules.teardown_timeout:
             for member in slow or [state.members[state.store_node]]:

@@ -7,12 +7,14 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phoenix_launch.copies import KeptSlot, SlotPeer
 from phoenix_launch.job import placement
 from phoenix_launch.job.commit import NO_VERSION, Bundle, Lineage
 from phoenix_launch.job.losses import Loss
 from phoenix_launch.job.placement import RankPlace, Seat
 from phoenix_launch.job.recovery import Recovery
-from phoenix_launch.messages import NO_GENERATION, ExitReport, Generation, KeptSlot, RuntimeReport
+from phoenix_launch.messages import ExitReport, RuntimeReport
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 SIGTERM = 15
 
@@ -63,7 +65,8 @@ class Rules:
     spare_timeout: float = 60.0
     start_timeout: float = 120.0  # what an agent may need to start its workers: a fork server that came up again
     shutdown_timeout: float = 30.0
-    abort_timeout: float = 5.0  # a survivor has left its step; past that its process is ended and replaced
+    abort_timeout: float = 5.0  # a survivor is out of all collectives; past that its process is ended and replaced
+    leave_timeout: float = 60.0  # and it has come to the end of its step
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
     worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
@@ -94,6 +97,7 @@ class Member:
     live: int = 0  # workers that have not ended, by its last report
     offered: Generation = NO_GENERATION
     kept: tuple[KeptSlot, ...] = ()  # its slots and replicas, offered to that generation
+    server: SlotPeer | None = None  # where its checkpoint server is
     suspect_since: float = 0.0
     failures: int = 0
     left: bool = False
@@ -150,6 +154,7 @@ class Swap:
 
     recovery: Recovery | None = None
     planned: float = 0.0  # when that was known
+    linked: bool = False  # and so are the addresses of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +183,7 @@ class State:
     resume: int = NO_VERSION  # the version at which it began
     swap: Swap | None = None  # while one is under way, also while it waits for a node
     recovery: Recovery | None = None  # how the current generation was restored
+    leave: bool = False  # all its scripts are over
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
     lineage: Lineage = field(default_factory=Lineage)
     losses: Mapping[int, Loss] = field(default_factory=dict)  # how each rank ended last, with the runtime
@@ -207,3 +213,8 @@ def how(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def fault(code: int) -> str:
+    """The same of a process whose end was a fault."""
+    return how(code) if code else "ended in the middle of the job with exit code 0"

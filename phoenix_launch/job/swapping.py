@@ -10,54 +10,62 @@ generation waits with its survivors parked.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from phoenix_launch.errors import EXIT_WORKER_FAILED
-from phoenix_launch.job import placement, recovery
-from phoenix_launch.job.commit import NO_VERSION, Bundle
-from phoenix_launch.job.events import FaultFound, GenerationBegun, GenerationRuns, WaitingForNode
+from phoenix_launch.job import holding, placement, recovery
+from phoenix_launch.job.commit import NO_VERSION
+from phoenix_launch.job.events import (
+    CommunicatorsKnown,
+    FaultFound,
+    GenerationBegun,
+    GenerationRuns,
+    RecoveryFound,
+    StartsAnew,
+    WaitingForNode,
+)
 from phoenix_launch.job.losses import is_bug, loss
-from phoenix_launch.job.recovery import Survivor
-from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, Outcome, Phase, Rung, State, Swap, how
+from phoenix_launch.job.recovery import Recovery, Survivor
+from phoenix_launch.job.state import SIGTERM, Holder, Member, Outcome, Phase, Rung, State, Swap, fault
 from phoenix_launch.job.transition import Transition
+
+FEWER_RANKS = "there are fewer ranks now"
+NO_COMMON_VERSION = "no version of the state is left of which every part has a copy"
+
+
+class Next(NamedTuple):
+    """The rung of the ladder that is taken; `why` not the first one."""
+
+    rung: Rung
+    why: str = ""
 
 
 class Swapping(Transition):
-    def _resilient(self) -> bool:
-        """Whether a fault is repaired rather than answered by a restart: all ranks have said that they can be."""
-        state = self.state
-        return state.rung is not Rung.START or all(
-            (holder := state.holders.get(place.rank)) is not None and holder.runtime is not None
-            for place in state.places
-        )
-
-    def _failed(self) -> list[Ended]:
-        failed = [ended for ended in self.state.ended.values() if ended.report.code != 0]
-        return sorted(failed, key=lambda ended: (ended.at, ended.rank))
-
     # --- a fault ---
 
     def _repair(self) -> None:
         """Ranks ended or their node is gone: take the next rung of the ladder, or end the job."""
         if self._stop_for_a_bug():
             return
-        rung = self._next_rung()
-        self.state = replace(self.state, bundles=bundles(self.state) or self.state.bundles)
-        if rung is None:
+        chosen = self._next_rung()
+        self.state = replace(self.state, bundles=holding.bundles(self.state) or self.state.bundles)
+        if chosen is None:
             outcome = Outcome(exit_code=EXIT_WORKER_FAILED, text="faults came again before a step was completed")
             self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=self.state.rules.shutdown_timeout)
-        elif rung is Rung.IN_PLACE:
-            self._swap(self._lost())
+        elif chosen.rung is Rung.IN_PLACE:
+            self._swap(holding.lost(self.state))
         else:
-            self._anew(rung)
+            self._anew(chosen.rung, chosen.why)
 
     def _stop_for_a_bug(self) -> bool:
         """Say what ended, and stop when it would only come again."""
-        for ended in self._failed():
+        for ended in holding.failed(self.state):
             self.actions.append(
                 FaultFound(
-                    kind="worker", node=ended.node, ranks=(ended.rank,), detail=how(ended.report.code), cause=ended
+                    kind="worker", node=ended.node, ranks=(ended.rank,), detail=fault(ended.report.code), cause=ended,
+                    after=self.now - ended.at,
                 )
-            )
+            )  # fmt: skip
             state, holder = self.state, self.state.holders[ended.rank]
             new = loss(ended.report, holder.step)
             together = {**state.raised, ended.rank: new}
@@ -69,27 +77,32 @@ class Swapping(Transition):
                 return True
         return False
 
-    def _next_rung(self) -> Rung | None:
+    def _next_rung(self) -> Next | None:
         """A rung has failed when no version became complete since it was taken. None: so has the last one."""
         state = self.state
-        kept = [holder for holder in state.holders.values() if holder.rank not in self._lost()]
-        if state.phase in (Phase.SWAPPING, Phase.WAITING):
-            new = any(state.holders[ended.rank].born == state.generation for ended in self._failed())
-            return Rung.FROM_SLOTS if new else Rung.IN_PLACE
-        progress = any(h.runtime is not None and h.runtime.complete > state.resume for h in state.holders.values())
-        if not progress and state.rung is not Rung.START:
-            return Rung(state.rung + 1) if state.rung < Rung.FROM_SCRIPT else None
-        swappable = all(holder.runtime is not None and holder.step >= 1 for holder in kept)
-        return Rung.IN_PLACE if swappable else Rung.FROM_SLOTS
+        lost = holding.lost(state)
+        kept = [holder for holder in state.holders.values() if holder.rank not in lost]
+        swapping = state.phase in (Phase.SWAPPING, Phase.WAITING)
+        progress = any(holding.has_stepped(state, holder) for holder in state.holders.values())
+        if not (swapping or progress or state.rung is Rung.START):
+            why = "no step was completed since the last repair"
+            return Next(Rung(state.rung + 1), why) if state.rung < Rung.FROM_SCRIPT else None
+        if swapping and any(state.holders[e.rank].born == state.generation for e in holding.failed(state)):
+            return Next(Rung.FROM_SLOTS, "a process that was to take a lost one's place ended, too")
+        if not swapping and not all(holding.is_seasoned(holder) for holder in kept):
+            return Next(Rung.FROM_SLOTS, "not all ranks had completed a step")
+        if not any(holder.seen for holder in kept):
+            return Next(Rung.FROM_SLOTS, "no worker is left")
+        why = holding.cannot_stay(kept)
+        return Next(Rung.FROM_SLOTS, why) if why else Next(Rung.IN_PLACE)
 
-    def _lost(self) -> frozenset[int]:
-        """Ranks that no process holds any more, as far as is known."""
-        state = self.state
-        return frozenset(place.rank for place in state.places if not held(state, place.rank))
-
-    def _anew(self, rung: Rung) -> None:
+    def _anew(self, rung: Rung, why: str) -> None:
         """Every worker ends, new ones come: from the slots, or as the script itself does it."""
-        self.state = replace(self.state, rung=rung, swap=None, recovery=None, holders={})
+        self.actions.append(StartsAnew(rung, why))
+        generation = self.state.generation
+        if self.state.phase is Phase.WAITING and self.state.swap is not None:
+            generation = generation.following()  # survivors wait in this one: nobody must take them for the new ones
+        self.state = replace(self.state, generation=generation, rung=rung, swap=None, recovery=None, holders={})
         self._refill()
 
     # --- the swap ---
@@ -104,7 +117,7 @@ class Swapping(Transition):
         store_node = state.store_node if self._lives(state.store_node) else -1
         if lineup is None:
             if placement.refilled(state.lineup, self._seatable(), state.rules.seats_min) is not None:
-                self._anew(Rung.FROM_SCRIPT)  # with fewer ranks no bundle is what it was
+                self._anew(Rung.FROM_SCRIPT, FEWER_RANKS)  # no bundle is what it was
             elif not same:
                 self._park(replace(state, generation=generation, holders=kept, store_node=store_node))
             return
@@ -139,41 +152,59 @@ class Swapping(Transition):
     def _settle_swapping(self) -> None:
         state = self.state
         assert state.swap is not None
-        if self._lost():
+        if holding.lost(state):
             self._repair()
         elif state.swap.recovery is None:
             self._settle_offers()
         elif self._restored():
-            self._enter(Phase.RUNNING, swap=None, recovery=state.swap.recovery, raised={})
+            self._enter(Phase.RUNNING, swap=None, recovery=state.swap.recovery, raised={}, leave=False)
             self.actions.append(GenerationRuns(state.generation))
+        elif not state.swap.linked and holding.addresses(state):
+            self.state = replace(state, swap=replace(state.swap, linked=True))
+            self.actions.append(CommunicatorsKnown(state.generation))
         elif self.now - state.swap.planned > state.rules.start_timeout:
-            late = [h for h in state.holders.values() if not has_restored(state, h)]
-            self._late(late, f"did not restore its state within {state.rules.start_timeout:g} s")
-            self._anew(Rung.FROM_SLOTS)
+            late = [h for h in state.holders.values() if not holding.has_restored(state, h)]
+            self._blame(late, f"did not restore its state within {state.rules.start_timeout:g} s")
+            self._anew(Rung.FROM_SLOTS, "not all ranks have restored their state in time")
 
     def _restored(self) -> bool:
-        return all(has_restored(self.state, holder) for holder in self.state.holders.values())
+        return all(holding.has_restored(self.state, holder) for holder in self.state.holders.values())
 
     def _settle_offers(self) -> None:
-        state, rules = self.state, self.state.rules
-        late = [h for h in state.holders.values() if not has_joined(state, h) and h.born < state.generation]
+        state, rules, waited = self.state, self.state.rules, self.now - self.state.since
+        kept = holding.survivors(state)
+        late = [holder for holder in kept if not holding.has_joined(state, holder)]
+        stuck = [holder for holder in late if not holding.has_aborted(state, holder)]
         slow = self._not_quiet()
-        if not late and not slow:
+        busy = {holder.node for holder in late}
+        if why := holding.cannot_stay(kept):
+            self._anew(Rung.FROM_SLOTS, why)
+        elif not late and not slow:
             self._plan()
-        elif late and self.now - state.since > rules.abort_timeout:
-            self._late(late, f"did not leave its step within {rules.abort_timeout:g} s")
-            if 2 * len(late) > len(state.places):
-                self._anew(Rung.FROM_SLOTS)
-            else:
-                self._swap(frozenset(holder.rank for holder in late))
-        elif slow and self.now - state.since > rules.shutdown_timeout + rules.teardown_timeout:
-            for member in slow:
+        elif stuck and waited > rules.abort_timeout:
+            self._replace(stuck, f"is still in a collective {rules.abort_timeout:g} s after the notice")
+        elif late and waited > rules.leave_timeout:
+            self._replace(late, f"did not come to the end of its step within {rules.leave_timeout:g} s")
+        elif waited > rules.shutdown_timeout + rules.teardown_timeout:
+            for member in [m for m in slow if m.index not in busy]:
                 self._lose(member.index, "did not end its old workers in time")
-            self._repair()
+            if holding.lost(self.state):
+                self._repair()
 
-    def _late(self, late: list[Holder], detail: str) -> None:
+    def _replace(self, late: list[Holder], detail: str) -> None:
+        """These are given up; the others go on, unless they are the fewer."""
+        self._blame(late, detail)
+        if 2 * len(late) > len(self.state.places):
+            self._anew(Rung.FROM_SLOTS, "that is most of them")
+        else:
+            self._swap(frozenset(holder.rank for holder in late))
+
+    def _blame(self, late: list[Holder], detail: str) -> None:
         for holder in late:
-            self.actions.append(FaultFound(kind="worker", node=holder.node, ranks=(holder.rank,), detail=detail))
+            after = self.now - self.state.since
+            self.actions.append(
+                FaultFound(kind="worker", node=holder.node, ranks=(holder.rank,), detail=detail, after=after)
+            )
 
     def _not_quiet(self) -> list[Member]:
         """Nodes where something may live, or write to a slot, that this generation does not name."""
@@ -188,73 +219,46 @@ class Swapping(Transition):
         ]
 
     def _plan(self) -> None:
+        """All have offered: say where each takes its state from; or that survivors cannot keep their processes."""
         state = self.state
         assert state.swap is not None
-        survivors = [
-            Survivor(holder.rank, holder.node, holder.runtime.live)
-            for holder in state.holders.values()
-            if holder.runtime is not None and has_joined(state, holder) and holder.born < state.generation
-        ]
-        found = self._planned(survivors)
+        kept = [holder for holder in holding.survivors(state) if holding.has_joined(state, holder)]
+        found = self._found([Survivor(h.rank, h.node, h.runtime.live) for h in kept if h.runtime is not None])
         if found is None:
-            self._anew(Rung.FROM_SCRIPT)
+            self._anew(Rung.FROM_SCRIPT, NO_COMMON_VERSION)
             return
+        ahead = [holder.rank for holder in kept if holding.cannot_go_back(holder, found.stamp.version)]
+        if ahead:
+            self._anew(Rung.FROM_SLOTS, f"rank {ahead[0]} has to go back a step and cannot do so in place")
+            return
+        self._resume_at(found.stamp.version)
         self.state = replace(self.state, swap=replace(state.swap, recovery=found, planned=self.now))
+        self.actions.append(RecoveryFound(state.generation, found))
 
-    def _planned(self, survivors: list[Survivor]) -> recovery.Recovery | None:
-        """Where this generation goes on; with that, whatever lies beyond is void, whether it comes to run or not."""
+    def _found(self, survivors: list[Survivor]) -> Recovery | None:
+        """What can be restored. Nobody serves another rank from the state that it trains with."""
         state = self.state
         kept = {m.index: m.kept for m in state.members.values() if m.alive and m.offered >= state.generation}
         places = {place.rank: place.node for place in state.places}
-        found = recovery.plan(state.bundles, survivors, kept, places, state.lineage) if state.bundles else None
-        version = found.stamp.version if found is not None else NO_VERSION
-        self.state = replace(state, resume=version, lineage=state.lineage.resumed(state.generation, version))
-        return found
+        if {rank for bundle in state.bundles for rank in bundle.holders} != set(places):
+            return None
+        return recovery.plan(state.bundles, survivors, kept, places, state.lineage, from_holders=False)
+
+    def _resume_at(self, version: int) -> None:
+        """Where this generation goes on; with that, whatever lies beyond is void, whether it comes to run or not."""
+        lineage = self.state.lineage.resumed(self.state.generation, version)
+        self.state = replace(self.state, resume=version, lineage=lineage)
 
     def _plan_from_slots(self) -> None:
         """A generation of new processes is about to run."""
         if self.state.rung is Rung.START:
             return
-        found = self._planned([]) if self.state.rung is Rung.FROM_SLOTS else None
+        found = self._found([]) if self.state.rung is Rung.FROM_SLOTS else None
         if found is None:
-            lineage = self.state.lineage.resumed(self.state.generation, NO_VERSION)
-            self.state = replace(self.state, rung=Rung.FROM_SCRIPT, resume=NO_VERSION, lineage=lineage)
+            if self.state.rung is Rung.FROM_SLOTS:
+                self.actions.append(StartsAnew(Rung.FROM_SCRIPT, NO_COMMON_VERSION))
+            self.state = replace(self.state, rung=Rung.FROM_SCRIPT, bundles=())
+        else:
+            self.actions.append(RecoveryFound(self.state.generation, found))
+        self._resume_at(NO_VERSION if found is None else found.stamp.version)
         self.state = replace(self.state, recovery=found, raised={})
-
-
-def held(state: State, rank: int) -> bool:
-    holder = state.holders.get(rank)
-    return holder is not None and rank not in state.ended and state.members[holder.node].alive
-
-
-def has_joined(state: State, holder: Holder) -> bool:
-    """It knows of this generation, and does nothing of an older one any more."""
-    return holder.runtime is not None and holder.runtime.joined == state.generation
-
-
-def has_restored(state: State, holder: Holder) -> bool:
-    return has_joined(state, holder) and holder.runtime is not None and holder.runtime.restored == state.generation
-
-
-def addresses(state: State) -> dict[int, str]:
-    """By rank, where its communicators of this generation are; empty until all have said."""
-    found = {
-        holder.rank: holder.runtime.address
-        for holder in state.holders.values()
-        if holder.runtime is not None and has_joined(state, holder) and holder.runtime.address
-    }
-    return found if len(found) == len(state.places) else {}
-
-
-def bundles(state: State) -> tuple[Bundle, ...]:
-    """The table of bundles, from what each rank says that it holds; empty when not all have said."""
-    holders: dict[str, list[int]] = {}
-    private: set[str] = set()
-    for place in state.places:
-        holder = state.holders.get(place.rank)
-        if holder is None or holder.runtime is None or not holder.runtime.holds:
-            return ()
-        private.add(holder.runtime.private)
-        for key in holder.runtime.holds:
-            holders.setdefault(key, []).append(place.rank)
-    return tuple(Bundle(key, tuple(ranks), private=key in private) for key, ranks in sorted(holders.items()))

@@ -10,7 +10,7 @@ from phoenix_launch.job import placement
 from phoenix_launch.job.commit import NO_VERSION
 from phoenix_launch.job.events import Action, FaultFound, Fence, GenerationBegun, Relaunch, WaitingForNode
 from phoenix_launch.job.placement import Candidate, Seat
-from phoenix_launch.job.state import Ended, Holder, Member, NodeState, Outcome, Phase, State, how
+from phoenix_launch.job.state import Ended, Holder, Member, NodeState, Outcome, Phase, State, fault
 
 UNDER_WAY: Final = 0.1  # seconds by which a node's last report may come after its end
 
@@ -59,7 +59,7 @@ class Transition:
     def _seat_empty(self) -> bool:
         return bool(self._missing())
 
-    def _lose(self, index: int, detail: str) -> None:
+    def _lose(self, index: int, detail: str, after: float = 0.0) -> None:
         member = self.state.members[index]
         if not member.alive:
             return
@@ -69,7 +69,7 @@ class Transition:
         self._excuse(member)
         if self.state.phase in (Phase.LEAVING, Phase.STOPPING):
             return
-        self.actions.append(FaultFound(kind="node", node=index, ranks=ranks, detail=detail))
+        self.actions.append(FaultFound(kind="node", node=index, ranks=ranks, detail=detail, after=after))
         if member.failures + 1 <= self.state.rules.max_failures_per_host:
             self.actions.append(Relaunch(index))
 
@@ -92,6 +92,9 @@ class Transition:
         names = ", ".join(m.name for m in self._missing())
         generation = state.generation.following()
         self._enter(Phase.WAITING, generation=generation, store=None, store_node=-1, holders={}, swap=None)
+        if state.phase is Phase.WAITING:  # a further loss does not prolong the wait
+            self.state = replace(self.state, since=state.since)
+            return
         self.actions.append(WaitingForNode(f"no spare node for {names}: waiting up to {state.rules.spare_timeout:g} s"))
 
     def _begin(self, lineup: tuple[Seat, ...]) -> None:
@@ -113,10 +116,10 @@ class Transition:
     def _failure(self, cause: Ended) -> Outcome:
         """The end of a job because of this worker; a signal's number becomes 128 + it where its code is passed on."""
         code, name = cause.report.code, self.state.members[cause.node].name
-        passed_on = code if code >= 0 else EXIT_SIGNAL_BASE - code
+        passed_on = (code if code >= 0 else EXIT_SIGNAL_BASE - code) or EXIT_WORKER_FAILED
         return Outcome(
             exit_code=passed_on if self.state.rules.worker_exit_code else EXIT_WORKER_FAILED,
-            text=f"rank {cause.rank} on {name} {how(code)}",
+            text=f"rank {cause.rank} on {name} {fault(code)}",
             cause=cause,
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phoenix_launch.job import swapping
+from phoenix_launch.job import holding
 from phoenix_launch.job.commit import Lineage
 from phoenix_launch.job.placement import RankPlace
 from phoenix_launch.job.recovery import Recovery
 from phoenix_launch.job.state import SIGTERM, Phase, State
-from phoenix_launch.messages import Generation, PlanPhase
+from phoenix_launch.messages import Ground, PlanPhase
+from phoenix_launch.wire import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Wish:
     recovery: Recovery | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)  # of all ranks, as soon as all are known
     lineage: Lineage = field(default_factory=Lineage)
+    ground: Ground | None = None
+    leave: bool = False  # all scripts are over
 
     @property
     def stage(self) -> int:
@@ -51,15 +54,19 @@ def wish_for(state: State, index: int) -> Wish:
     if state.phase in (Phase.QUIESCING, Phase.WAITING):
         hosts_store = state.phase is Phase.QUIESCING and index == state.store_node
         port = state.rules.master_port if generation.n == state.first else 0
-        return Wish(generation, PlanPhase.QUIESCE, host_store=hosts_store, store_port=port, grace=grace)
+        return Wish(
+            generation, PlanPhase.QUIESCE, host_store=hosts_store, store_port=port, grace=grace, lineage=state.lineage,
+            ground=ground(state),
+        )  # fmt: skip
     if state.phase is Phase.RUNNING:
         places = tuple(place for place in state.places if place.node == index)
         if places or index == state.store_node:
             return Wish(
                 generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace,
                 born=_born(state, places), recovery=state.recovery, lineage=state.lineage,
+                ground=ground(state), leave=state.leave,
             )  # fmt: skip
-    return Wish(generation, PlanPhase.PARK)
+    return Wish(generation, PlanPhase.PARK, lineage=state.lineage, ground=ground(state))
 
 
 def _swap_wish(state: State, index: int) -> Wish:
@@ -68,14 +75,27 @@ def _swap_wish(state: State, index: int) -> Wish:
     places = tuple(place for place in state.places if place.node == index and place.rank in state.holders)
     return Wish(
         state.generation, PlanPhase.SWAP, places, host_store=index == state.store_node, grace=state.rules.shutdown_timeout,
-        born=_born(state, places), recovery=state.swap.recovery, addresses=swapping.addresses(state),
-        lineage=state.lineage,
+        born=_born(state, places), recovery=state.swap.recovery, addresses=holding.addresses(state),
+        lineage=state.lineage, ground=ground(state),
     )  # fmt: skip
 
 
 def _born(state: State, places: tuple[RankPlace, ...]) -> dict[int, Generation]:
     born = {place.rank: state.holders[place.rank].born for place in places if place.rank in state.holders}
     return {rank: generation for rank, generation in born.items() if generation < state.generation}
+
+
+def ground(state: State) -> Ground | None:
+    """Who runs where and keeps what: as soon as it is clear that this job is repaired, or a node keeps copies for it."""
+    alive = [member for _, member in sorted(state.members.items()) if member.alive]
+    servers = tuple(member.server for member in alive if member.server is not None)
+    if not servers and not holding.resilient(state):
+        return None
+    return Ground(
+        {place.rank: place.node for place in state.places},
+        tuple((seat.node, state.members[seat.node].domain) for seat in state.lineup),
+        servers,
+    )
 
 
 def fulfilled(state: State, index: int) -> bool:
@@ -85,9 +105,9 @@ def fulfilled(state: State, index: int) -> bool:
         return member.quiesced >= wish.generation and (not wish.host_store or state.store is not None)
     if wish.phase is PlanPhase.SWAP:
         here = [state.holders[place.rank] for place in wish.places]
-        return member.quiesced >= wish.generation and all(swapping.has_restored(state, holder) for holder in here)
+        return member.quiesced >= wish.generation and all(holding.has_restored(state, holder) for holder in here)
     if wish.phase is PlanPhase.RUN:
-        return member.applied >= wish.generation
+        return member.applied >= wish.generation and (not wish.leave or member.live == 0)
     if wish.phase is PlanPhase.STOP:
         return member.live == 0
     return wish.phase is PlanPhase.PARK or member.left

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from phoenix_launch.messages import NO_GENERATION, Generation, ProcessState, RankOrder
+from phoenix_launch.messages import ProcessState, RankOrder
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 
 class Role(enum.Enum):
@@ -25,6 +26,7 @@ class Member:
     generation: Generation = NO_GENERATION
     order: RankOrder | None = None
     attempt: int = 0
+    alone: bool = False  # a worker that was started for a swap, beside survivors
     pid: int = 0
     told: set[int] = field(default_factory=set)  # signals passed on to it
     kill_at: float | None = None

@@ -15,15 +15,14 @@ from typing import Final
 
 import msgspec
 
-from phoenix_launch.bus import AgentLink, OutputSender
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.bus.agent import AgentLink, OutputSender
 from phoenix_launch.clock import OwnClock
+from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.hosts.facts import endpoint_address, find_place, gather
 from phoenix_launch.messages import (
-    AgentBootstrap,
     Drill,
-    DrillKind,
     Farewell,
-    Generation,
     Hello,
     HostFacts,
     NodePlan,
@@ -49,6 +48,7 @@ from phoenix_launch.node.state import NodeState
 from phoenix_launch.node.worker_setup import NodePlace
 from phoenix_launch.node.workers import Workers
 from phoenix_launch.processes import become_subreaper, described
+from phoenix_launch.wire import Generation
 
 BUSY_SECONDS: Final = 0.02  # between two looks at what sends no event: trees being killed, output being read
 FAREWELL_SECONDS: Final = 1.0  # for the last word to leave
@@ -144,6 +144,7 @@ class Agent:
                     self._leave()
                     return
                 self._workers.act(action)
+        self._workers.support.advance(lambda: self._workers.environment)
         for dialer in self._dialers:
             dialer.advance(self._clock.now)
         self._dialers = [dialer for dialer in self._dialers if not dialer.over]
@@ -215,7 +216,8 @@ class Agent:
             case Prepare():
                 self._state.on_prepare(body)
             case NodePlan():
-                self._state.on_plan(body, self._clock.now)
+                if self._state.on_plan(body, self._clock.now):
+                    self._workers.support.follow(body)
             case Probe(peers=peers):
                 deadline = self._clock.now + self._bootstrap.timeouts.connect
                 self._dialers.append(Dialer(self._loop, peers, self._bootstrap.job, deadline, self._say_probes))
@@ -247,8 +249,10 @@ class Agent:
                 self._said_at = now
                 self._link.send(Hello(self._bootstrap.incarnation, self._bootstrap.node, self._facts), self._generation)
             return
-        ranks = self._workers.rank_reports()
-        report = node_report(self._bootstrap.incarnation, self._sequence + 1, self._state, ranks)
+        ranks, support = self._workers.rank_reports(), self._workers.support
+        report = node_report(
+            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer
+        )
         if due or is_news(report, self._said):
             self._said, self._said_at, self._sequence = report, now, report.seq
             self._link.send(report, self._generation)

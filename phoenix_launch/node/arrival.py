@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from phoenix_launch.messages import AgentBootstrap, OutputSettings
+from phoenix_launch.bootstrap import AgentBootstrap, OutputSettings
 from phoenix_launch.records.folders import jobs_root
 
 EVERYWHERE = "0.0.0.0"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from phoenix_launch.node.trees import Claim, living, owners
-from phoenix_launch.processes import ProcessStat, described, environment_bytes, process_table, send_signal
+from phoenix_launch.process_table import ProcessStat, environment_bytes, process_table, send_signal
+from phoenix_launch.processes import described
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Final
 
 from phoenix_launch import channel
+from phoenix_launch.bootstrap import Command
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import ForkServerReady, ForkServerSettings, Park
-from phoenix_launch.messages import Command
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.fresh_process import Started, start
 from phoenix_launch.node.output import OutputPump, SpareLabel
@@ -54,9 +54,9 @@ class ForkServer:
 
     def start(self, environment: dict[str, str], cwd: str) -> None:
         self.close()
-        self._key -= 1
+        self._key = self._owned.own_key()
         self._reason = ""
-        process = NodeProcess(self._key)
+        process = NodeProcess(self._key, self)
         try:
             started = self._begin(environment, cwd)
         except OSError as error:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from phoenix_launch.processes import ProcessStat, living_descendants, send_signal
+from phoenix_launch.process_table import ProcessStat, living_descendants, send_signal
 
 _FREEZE_ROUNDS: Final = 20
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from phoenix_launch.messages import FromOutput, OutputChunk, OutputEnd, OutputSettings
+from phoenix_launch.bootstrap import OutputSettings
 from phoenix_launch.node.lines import chunks, last_lines, matching, prefixed
 from phoenix_launch.node.log_files import Disk
 from phoenix_launch.node.routes import STDERR, STDOUT, Label, SpareLabel, WorkerLabel, route
 from phoenix_launch.node.streams import READ_BYTES, ReadingLoop, Stream, StreamFiles
+from phoenix_launch.output_messages import FromOutput, OutputChunk, OutputEnd
 
 __all__ = ["OutputPump", "Sender", "SpareLabel", "WorkerLabel"]
 

@@ -29,6 +29,7 @@ class OwnedProcesses:
         self._processes: dict[int, NodeProcess] = {}
         self._claims: dict[int, Claim] = {}
         self._keys: dict[int, int] = {}  # pid -> key, as long as the exit code was not collected
+        self._own_key = 0
         self._strangers: dict[int, int] = {}  # exit codes of processes that had not said yet which they are
 
     def __getitem__(self, key: int) -> NodeProcess:
@@ -39,6 +40,11 @@ class OwnedProcesses:
 
     def get(self, key: int) -> NodeProcess | None:
         return self._processes.get(key)
+
+    def own_key(self) -> int:
+        """A fresh key for a process of the agent's own; keys of the node's state are positive."""
+        self._own_key -= 1
+        return self._own_key
 
     def add(self, process: NodeProcess) -> None:
         """One whose pid is not known yet."""

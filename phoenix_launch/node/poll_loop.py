@@ -17,8 +17,11 @@ class PollLoop:
         self._poller = zmq.Poller()
         self._callbacks: dict[Watched, Callable[[], None]] = {}
 
-    def watch(self, what: Watched, callback: Callable[[], None], *, writable: bool = False) -> None:
-        self._poller.register(what, zmq.POLLOUT if writable else zmq.POLLIN)
+    def watch(
+        self, what: Watched, callback: Callable[[], None], *, readable: bool = True, writable: bool = False
+    ) -> None:
+        """Again for the same `what`: instead of what was said before."""
+        self._poller.register(what, (zmq.POLLIN if readable else 0) | (zmq.POLLOUT if writable else 0))
         self._callbacks[what] = callback
 
     def forget(self, what: Watched) -> None:

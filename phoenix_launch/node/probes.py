@@ -124,7 +124,7 @@ class Dialer:
         if code not in (0, errno.EINPROGRESS):
             self._finish(dial, os.strerror(code))
             return
-        self._loop.watch(dial.sock.fileno(), partial(self._connected, dial), writable=True)
+        self._loop.watch(dial.sock.fileno(), partial(self._connected, dial), readable=False, writable=True)
 
     def _connected(self, dial: _Dial) -> None:
         if dial.sock is None:

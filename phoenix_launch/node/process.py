@@ -7,14 +7,14 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from phoenix_launch.messages import Generation
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.trees import Claim
-from phoenix_launch.progress import ProgressPage
+from phoenix_launch.progress import Progress, ProgressPage
+from phoenix_launch.wire import Generation
 
 ERROR_FILE_BYTES: Final = 64 << 10
 
@@ -34,11 +34,22 @@ def read_error_file(path: Path | None) -> str:
         return ""
 
 
+class Service(Protocol):
+    """Who looks after a process of the agent's own: the fork server, the checkpoint server."""
+
+    def ended(self, process: NodeProcess, code: int) -> None:
+        """Its exit code was collected."""
+
+    def overdue(self, process: NodeProcess) -> None:
+        """Its deadline has passed."""
+
+
 @dataclass(slots=True)
 class NodeProcess:
     """Everything of a process that must be closed again. `key` is its name in the node's state and at the pump."""
 
     key: int
+    service: Service | None = None  # None: it is one of the node's state, a worker or what can become one
     pid: int = 0
     pidfd: int = -1
     control: socket.socket | None = None
@@ -47,6 +58,7 @@ class NodeProcess:
     deadline: float | None = None  # until when it must have said that it is ready
     page: ProgressPage | None = None
     page_fd: int = -1
+    last: Progress = field(default_factory=Progress)  # what its page said when that was closed
     marker: bytes = b""
     error_file: Path | None = None
     error: str = ""
@@ -75,7 +87,13 @@ class NodeProcess:
         return path
 
     def step(self) -> int:
-        return self.page.read().step if self.page is not None else -1
+        return self._progress().step
+
+    def complete(self) -> int:
+        return self._progress().complete
+
+    def _progress(self) -> Progress:
+        return self.last if self.page is None else self.page.read()
 
     def hang_up(self, loop: PollLoop) -> None:
         """A parked process or a store host that hears this ends itself."""
@@ -105,6 +123,7 @@ class NodeProcess:
             os.close(descriptor)
         self.output = ()
         if self.page is not None:
+            self.last = self.page.read()
             self.page.close()
             os.close(self.page_fd)
             self.page = None

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from phoenix_launch.messages import Generation, OutputSettings, StreamChoice
+from phoenix_launch.bootstrap import OutputSettings, StreamChoice
+from phoenix_launch.wire import Generation
 
 STDOUT = 1
 STDERR = 2

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from phoenix_launch.processes import is_running, start_time
+from phoenix_launch.process_table import is_running, start_time
 
 PREFIX: Final = "phoenix-"
 LONGEST_NAME: Final = "/agent.sock"

@@ -10,18 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from phoenix_launch.messages import (
-    NO_GENERATION,
-    Command,
-    Generation,
-    NodePlan,
-    PlanPhase,
-    Prepare,
-    RankOrder,
-    RunMode,
-    StartMethod,
-    StoreReport,
-)
+from phoenix_launch.bootstrap import Command, RunMode, StartMethod
+from phoenix_launch.messages import NodePlan, PlanPhase, Prepare, RankOrder, StoreReport
 from phoenix_launch.node.actions import (
     Action,
     EndTree,
@@ -37,16 +27,14 @@ from phoenix_launch.node.actions import (
     StartStoreHost,
     Sweep,
 )
+from phoenix_launch.node.plan_terms import ends_at_once, goes_on, keeps_store, place_in_time, to_start
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 FORK_SERVER_RESTARTS: Final = 3  # within ...
 PARK_FAILURES: Final = 10  # ... and this many parked processes may end by themselves within ...
 FAILURE_WINDOW: Final = 60.0  # ... so many seconds; more is a complaint
 STORE_REFILL_SECONDS: Final = 10.0  # loading torch for the next store host would only slow down workers that start
 PARK_RETRY_SECONDS: Final = 0.2  # between two attempts to park a process when the last one ended by itself
-
-_ORDER: Final = {
-    PlanPhase.QUIESCE: 0, PlanPhase.SWAP: 0, PlanPhase.PARK: 1, PlanPhase.RUN: 1, PlanPhase.STOP: 2, PlanPhase.LEAVE: 3
-}  # fmt: skip
 
 
 class NodeState:
@@ -86,11 +74,11 @@ class NodeState:
     def on_plan(self, plan: NodePlan, now: float) -> bool:
         """False when it is older than what is known, and ignored."""
         old = self.plan
-        if old is not None and (plan.generation, _ORDER[plan.phase]) < (old.generation, _ORDER[old.phase]):
+        if old is not None and place_in_time(plan) < place_in_time(old):
             return False
         self.plan = plan
         for member in self._to_end(plan):
-            kill_at = now + plan.grace
+            kill_at = now if ends_at_once(plan) else now + plan.grace
             member.kill_at = kill_at if member.kill_at is None else min(member.kill_at, kill_at)
         return True
 
@@ -198,7 +186,7 @@ class NodeState:
 
     def _end(self, now: float) -> Iterator[Action]:
         plan = self.plan
-        if plan is not None:
+        if plan is not None and not ends_at_once(plan):
             for member in self._to_end(plan):
                 if plan.signal not in member.told and not member.killed:
                     member.told.add(plan.signal)
@@ -215,20 +203,25 @@ class NodeState:
             yield Sweep()
 
     def _to_end(self, plan: NodePlan) -> list[Member]:
-        """Workers that this plan wants gone: all of older generations, and all there are when it is STOP."""
+        """Workers that this plan wants gone: those of older generations that it does not name, and all there are in STOP."""
         stop = plan.phase is PlanPhase.STOP
         return [
             member
             for member in self.members.values()
-            if member.role is Role.WORKER and member.alive and (stop or member.generation < plan.generation)
+            if member.role is Role.WORKER and member.alive and (stop or not goes_on(plan, member))
         ]
 
-    @staticmethod
-    def _is_outdated(store: Member, plan: NodePlan) -> bool:
+    def _is_outdated(self, store: Member, plan: NodePlan) -> bool:
+        if plan.host_store and keeps_store(plan) and plan.generation not in self._store_begun:
+            return False
         return store.generation < plan.generation and plan.phase in (PlanPhase.RUN, PlanPhase.PARK)
 
+    def _lacks_store(self, plan: NodePlan) -> bool:
+        new = plan.host_store and plan.generation not in self._store_begun
+        return new and plan.phase is not PlanPhase.STOP and not keeps_store(plan)
+
     def _start(self, plan: NodePlan, now: float) -> Iterator[Action]:
-        if plan.host_store and plan.generation not in self._store_begun and plan.phase is not PlanPhase.STOP:
+        if self._lacks_store(plan):
             self._store_host_after = now
             host = self._parked(store=True)
             if host is not None:
@@ -237,22 +230,20 @@ class NodeState:
                 self._store_host_after = now + STORE_REFILL_SECONDS
                 yield HostStore(host.key, plan.generation, plan.store_port)
         for order in self._waiting(plan):
-            if self.quiesced < plan.generation:
+            if self.quiesced < plan.generation or not self._is_quiet(plan):
                 return
             afresh = self.forking is Forking.SPAWN
             member = self._new(Role.WORKER) if afresh else self._parked(store=False)
             if member is None:
                 return
             member.role, member.generation = Role.WORKER, plan.generation
-            member.order, member.attempt = order, plan.attempt
+            member.order, member.attempt, member.alone = order, plan.attempt, plan.phase is PlanPhase.SWAP
             self._begun.add((plan.generation, order.rank))
             self._unswept = True
             yield RunWorker(member.key, order, plan.generation, plan.attempt, afresh)
 
     def _waiting(self, plan: NodePlan) -> list[RankOrder]:
-        if plan.phase is not PlanPhase.RUN:
-            return []
-        return [order for order in plan.ranks if (plan.generation, order.rank) not in self._begun]
+        return [order for order in to_start(plan) if (plan.generation, order.rank) not in self._begun]
 
     def _parked(self, store: bool) -> Member | None:
         """A process to become a worker or a store host; one that can only be a store is no worker."""
@@ -267,7 +258,7 @@ class NodeState:
             return 0
         wanted = self.prepare.parked
         if plan is not None:
-            wanted += len(self._waiting(plan)) + (plan.host_store and plan.generation not in self._store_begun)
+            wanted += len(self._waiting(plan)) + self._lacks_store(plan)
         there = sum(
             m.role in (Role.PARKING, Role.PARKED) and m.alive and not m.store_only for m in self.members.values()
         )
@@ -288,12 +279,15 @@ class NodeState:
         return self.forking is Forking.SPAWN and not stopping and not ready and not self.complaint
 
     def _quiesce(self) -> None:
-        """Note when no worker of an older generation is left, nothing of its tree, and nothing that is nobody's."""
+        """Note when nothing is left of the workers that the plan does not name, and nothing that is nobody's."""
         plan = self.plan
         if plan is None or self._sweeping or self.quiesced >= plan.generation:
             return
-        if all(m.cleared for m in self.workers() if m.generation < plan.generation):
+        if self._is_quiet(plan):
             self.quiesced = plan.generation
+
+    def _is_quiet(self, plan: NodePlan) -> bool:
+        return all(member.cleared for member in self.workers() if not goes_on(plan, member))
 
     def _settle(self) -> None:
         """Note what has come true of the plan; what was reported of older generations is history then."""
@@ -303,7 +297,7 @@ class NodeState:
         if plan.phase is PlanPhase.PARK or (plan.phase is PlanPhase.RUN and not self._waiting(plan)):
             self.applied = plan.generation
             for member in self.workers():
-                if member.generation < plan.generation:
+                if member.cleared and not goes_on(plan, member):
                     del self.members[member.key]
 
     def _new(self, role: Role) -> Member:

@@ -11,10 +11,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from phoenix_launch.messages import FromOutput
 from phoenix_launch.node.lines import CHUNK_BYTES, LineAssembler
 from phoenix_launch.node.log_files import Disk, LogFile
 from phoenix_launch.node.routes import Label, Route
+from phoenix_launch.output_messages import FromOutput
 
 READ_BYTES: Final = CHUNK_BYTES
 BATCH_SECONDS: Final = 0.005  # the longest pause after a read; it saves a wakeup per line and grows from none ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from phoenix_launch.processes import ProcessStat, Table, descendants
+from phoenix_launch.process_table import ProcessStat, Table, descendants
 
 
 @dataclass(frozen=True, slots=True)

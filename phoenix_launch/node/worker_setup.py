@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from phoenix_launch.messages import AgentBootstrap, Command, Generation, OutputSettings, RankOrder, RunMode
+from phoenix_launch.bootstrap import AgentBootstrap, Command, OutputSettings, RunMode
+from phoenix_launch.messages import RankOrder
 from phoenix_launch.node.numa import Machine, NumaError
+from phoenix_launch.wire import Generation
 
 JOB_KEY: Final = "PHOENIX_JOB_KEY"
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from phoenix_launch import channel
+from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import Become, BecomeStore, ForkServerReady, Parked, StoreUp
-from phoenix_launch.messages import AgentBootstrap, RankReport, StoreReport
+from phoenix_launch.messages import RankReport, StoreReport
 from phoenix_launch.node.actions import (
     Action,
     EndTree,
@@ -28,6 +29,7 @@ from phoenix_launch.node.actions import (
     Sweep,
 )
 from phoenix_launch.node.cgroup import ControlGroup, OomWatch
+from phoenix_launch.node.checkpoint_link import CheckpointLink
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.fork_link import LOCAL_SECONDS, ForkServer
 from phoenix_launch.node.fresh_process import Started, start
@@ -37,6 +39,7 @@ from phoenix_launch.node.owned_processes import OwnedProcesses
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.process import NodeProcess, read_error_file
 from phoenix_launch.node.report import rank_report
+from phoenix_launch.node.runtime_support import RuntimeSupport
 from phoenix_launch.node.state import NodeState
 from phoenix_launch.node.worker_setup import (
     NodePlace,
@@ -48,7 +51,8 @@ from phoenix_launch.node.worker_setup import (
     node_environment,
     worker_environment,
 )
-from phoenix_launch.processes import ProcessStat, kill_descendants, look_up
+from phoenix_launch.process_table import ProcessStat, look_up
+from phoenix_launch.processes import kill_descendants
 from phoenix_launch.timeouts import timeout
 
 ABANDONED_SECONDS: Final = 1.0  # for what is left in a pipe that is read no longer
@@ -93,6 +97,8 @@ class Workers:
             self._fork_ready,
             lambda reason: state.on_fork_server_gone(reason, clock.now),
         )
+        checkpoint = CheckpointLink(loop, bootstrap, address, runtime, self._owned, self._endings, pump, clock, remark)
+        self.support = RuntimeSupport(loop, bootstrap.index, runtime, state, checkpoint, remark)
         self._groups = ControlGroup()
         self._oom = OomWatch(self._groups.oom_kills())
 
@@ -290,9 +296,10 @@ class Workers:
     def _ended(self, process: NodeProcess, code: int) -> None:
         now = self._clock.now
         process.drain_until = now + self._bootstrap.timeouts.drain_output
-        if process.key < 0:
-            self._fork.ended(process, code)
+        if process.service is not None:
+            process.service.ended(process, code)
             return
+        self.support.ended(process.key)
         process.oom_killed = self._oom.killed(code, self._groups.oom_kills())
         process.error = read_error_file(process.error_file)
         process.tail = self._pump.tail(process.key) or process.tail
@@ -343,8 +350,8 @@ class Workers:
 
     def _overdue(self, process: NodeProcess) -> None:
         process.deadline = None
-        if process.key < 0:
-            self._fork.overdue(process)
+        if process.service is not None:
+            process.service.overdue(process)
         elif process.hosting is not None:
             report = StoreReport(process.hosting, self._address, 0, "the store did not start in time")
             self._state.on_store_up(process.key, report)
@@ -370,7 +377,10 @@ class Workers:
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         now = self._clock.now
-        return tuple(rank_report(member, self._owned[member.key], now) for member in self._state.workers())
+        return tuple(
+            rank_report(member, self._owned[member.key], self.support.said(member.key), now)
+            for member in self._state.workers()
+        )
 
     def kill_rank(self, rank: int) -> None:
         """A drill's harm: SIGKILL to one worker, and to nothing of its tree."""
@@ -383,6 +393,7 @@ class Workers:
     def end_everything(self) -> list[ProcessStat]:
         """Nothing below this process lives any more; returns what would not die."""
         self._fork.close()
+        self.support.close()
         for process in self._owned:
             process.hang_up(self._loop)
         return kill_descendants(self._bootstrap.timeouts.reap)

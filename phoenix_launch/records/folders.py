@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from phoenix_launch import processes
+from phoenix_launch import process_table
 from phoenix_launch.errors import PhoenixError, UsageError
 from phoenix_launch.status import JobStatus, decode_status, encode_status
 from phoenix_launch.timeouts import timeout
@@ -220,7 +220,7 @@ def is_here(record: JobRecord) -> bool:
 def is_running(record: JobRecord) -> bool:
     """Whether the supervisor of a job lives. On another host (a shared home): whether its port can be reached."""
     if is_here(record):
-        return processes.is_running(record.pid, record.start_time)
+        return process_table.is_running(record.pid, record.start_time)
     host, _, port = record.control_endpoint.rpartition("/")[2].rpartition(":")
     host = host.strip("[]")
     if host in ("", "127.0.0.1", "::1", "localhost"):
@@ -236,10 +236,10 @@ def is_running(record: JobRecord) -> bool:
 
 def wait_for_end(record: JobRecord, seconds: float) -> bool:
     """Wait until the supervisor of a job has ended, at most `seconds`; whether it has."""
-    found = processes.look_up(record.pid)
+    found = process_table.look_up(record.pid)
     if is_here(record) and found is not None:
-        if processes.is_running(record.pid, record.start_time):
-            processes.wait_for_exit([found], seconds)
+        if process_table.is_running(record.pid, record.start_time):
+            process_table.wait_for_exit([found], seconds)
     elif is_running(record):
         threading.Event().wait(min(seconds, timeout("probe")))  # nothing tells us from another host
     return not is_running(record)

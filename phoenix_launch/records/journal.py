@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from phoenix_launch.messages import Generation
+from phoenix_launch.wire import Generation
 
 
 def _snake(name: str) -> str:
@@ -71,7 +71,8 @@ class RankMove(msgspec.Struct, frozen=True):
 
 
 class Swap(Event, frozen=True, kw_only=True):
-    """A repair. `phases` and `total` are seconds."""
+    """A repair. `phases` and `total` are seconds, `resumed_step` is the first one that is run, again or for the first time;
+    `why`: not in place."""
 
     rung: int
     lost_ranks: tuple[int, ...]
@@ -80,6 +81,7 @@ class Swap(Event, frozen=True, kw_only=True):
     lost_steps: int | None
     phases: dict[str, float]
     total: float
+    why: str = ""
 
 
 class Redundancy(Event, frozen=True, kw_only=True):

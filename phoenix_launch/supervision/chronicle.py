@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from phoenix_launch.bus import BusCounters
+from phoenix_launch.bootstrap import OutputSettings
+from phoenix_launch.bus.supervisor import BusCounters
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.events import Action
-from phoenix_launch.job.last_words import files_about, summary
-from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, State
-from phoenix_launch.messages import Generation, NodeReport, OutputSettings, ProcessState, RankReport
+from phoenix_launch.job.last_words import born, files_about, summary
+from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, Rung, State
+from phoenix_launch.messages import NodeReport, ProcessState, RankReport
 from phoenix_launch.records.folders import JobFolder, settings_document
 from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
-from phoenix_launch.status import JobState, JobStatus, Move, NodeStatus, RankStatus, SwapStatus
+from phoenix_launch.status import JobState, JobStatus, Move, NodeStatus, RankStatus
 from phoenix_launch.supervision.console import Console
+from phoenix_launch.supervision.repairs import SCRIPT, Repairs
+from phoenix_launch.wire import Generation
 from phoenix_launch.wording import counted, ranks_named
 
 KEPT_SECONDS: Final = 5.0  # status.json is never older than this while the job runs
-RESTART_RUNG = 2  # workers are forked again; the script comes back from its own checkpoint
-
-
-@dataclass(slots=True)
-class _Repair:
-    """A change of the map rank -> process under way."""
-
-    generation: Generation
-    lost_ranks: tuple[int, ...]
-    moves: tuple[Move, ...]
-    found: float
-    begun: float
 
 
 @dataclass
@@ -51,14 +41,11 @@ class Chronicle:
     hosts: dict[int, str]
     reports: dict[int, NodeReport] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    last_swap: SwapStatus | None = None
+    repairs: Repairs = field(default_factory=Repairs)
     counters: BusCounters = field(default_factory=BusCounters)  # the bus counts, status tells
     outputs: dict[int, OutputSettings] = field(default_factory=dict)  # where the output of each node's workers goes
     _seen_workers: set[tuple[int, Generation]] = field(default_factory=set)
     _seen_parked: set[int] = field(default_factory=set)
-    _lost: list[int] = field(default_factory=list)  # ranks lost since the last generation ran
-    _fault_at: float = 0.0
-    _repair: _Repair | None = None
     _unsaved: bool = False  # said once
     _started_anew: bool = False  # a worker whose pid is not in status.json yet
     _saved_at: float = 0.0
@@ -102,7 +89,7 @@ class Chronicle:
         self.journal.write("job_finished", state.generation, exit_code=outcome.exit_code, steps=None, goodput=None)
         self._save(self.status(state))
         cause = outcome.cause
-        shown = self.console.last.of(cause.rank, state.generation) if cause else ""
+        shown = self.console.last.of(cause.rank, born(cause.rank, state)) if cause else ""
         if text := summary(outcome, self._files_about(cause, state) if cause else {}, shown):
             self.console.say(text)
 
@@ -118,6 +105,7 @@ class Chronicle:
     def observe(self, index: int, name: str, report: NodeReport) -> None:
         """Journal what is new in a report: workers that started, processes that were parked."""
         self.reports[index], self.names[index] = report, name
+        self.repairs.observe(report)
         for rank in report.ranks:
             key = (rank.rank, rank.generation)
             if rank.pid and key not in self._seen_workers:
@@ -144,26 +132,36 @@ class Chronicle:
             case job_events.FaultFound():
                 self._fault(action, state, now)
             case job_events.GenerationBegun(generation, moved):
-                names = {index: member.name for index, member in state.members.items()}
-                moves = tuple(Move(rank=r, from_node=names[a], to_node=names[b], source="script") for r, a, b in moved)
                 if generation.n > state.first:
-                    self._repair = _Repair(
-                        generation, tuple(sorted(set(self._lost))), moves, self._fault_at or now, now
-                    )
-                    targets = _targets(moves)
-                    self.console.say(f"phoenix-run: restarting all workers ({generation}){targets and ': '}{targets}")
-            case job_events.GenerationRuns(generation):
-                self._runs(generation, now)
+                    self._begun(generation, moved, state, now)
+            case job_events.StartsAnew(_, why):
+                self.repairs.because(why)
+                return
+            case job_events.RecoveryFound(_, found):
+                self.repairs.planned(found, now)
+                return
+            case job_events.CommunicatorsKnown():
+                self.repairs.linked(now)
+                return
+            case job_events.GenerationRuns():
+                self._runs(state)
             case job_events.WaitingForNode(text):
                 self.console.say(f"phoenix-run: {text}")
             case _:
                 return
         self._save(self.status(state))  # for `jobs`, and for whoever asks when the supervisor is gone
 
+    def _begun(self, generation: Generation, moved: tuple[tuple[int, int, int], ...], state: State, now: float) -> None:
+        self.repairs.began(now)
+        if state.rung is Rung.IN_PLACE:  # a matter of a second: what became of it is said then
+            return
+        names = {index: member.name for index, member in state.members.items()}
+        moves = [Move(rank=r, from_node=names[a], to_node=names[b], source=SCRIPT) for r, a, b in moved]
+        self.console.say(f"phoenix-run: {self.repairs.announcement(generation, moves)}")
+
     def _fault(self, fault: job_events.FaultFound, state: State, now: float) -> None:
         name = state.members[fault.node].name
-        self._fault_at = self._fault_at or now
-        self._lost += fault.ranks
+        self.repairs.fault(fault, now)
         ranks = ranks_named(fault.ranks)
         if fault.kind == "worker":
             text = f"{ranks} on {name} {fault.detail}"
@@ -174,26 +172,25 @@ class Chronicle:
             "fault", state.generation, kind=fault.kind, node=name, ranks=list(fault.ranks), detail=fault.detail
         )
 
-    def _runs(self, generation: Generation, now: float) -> None:
-        repair = self._repair
-        self._repair, self._fault_at, self._lost = None, 0.0, []
-        if repair is None:
+    def _runs(self, state: State) -> None:
+        before = self.repairs.last
+        if line := self.repairs.ran(state, time.monotonic()):
+            self.console.say(f"phoenix-run: {line}")
+        last = self.repairs.last
+        if last is None or last is before:
             return
-        phases = {"plan": repair.begun - repair.found, "quiesce": now - repair.begun}
-        self.last_swap = SwapStatus(
-            rung=RESTART_RUNG, lost_ranks=repair.lost_ranks, moves=repair.moves, phases=phases, total=now - repair.found
-        )
         self.journal.write(
             "swap",
-            generation,
-            rung=RESTART_RUNG,
-            lost_ranks=list(repair.lost_ranks),
+            state.generation,
+            rung=last.rung,
+            lost_ranks=list(last.lost_ranks),
             moves=[{"rank": m.rank, "from_node": m.from_node, "to_node": m.to_node, "source": m.source}
-                   for m in repair.moves],
-            resumed_step=None,
-            lost_steps=None,
-            phases=phases,
-            total=now - repair.found,
+                   for m in last.moves],
+            resumed_step=last.resumed_step,
+            lost_steps=last.lost_steps,
+            phases=last.phases,
+            total=last.total,
+            why=last.why,
         )  # fmt: skip
 
     # --- status ---
@@ -212,7 +209,7 @@ class Chronicle:
             exit_code=outcome.exit_code if outcome else None,
             nodes=_parted(self._nodes(state)) if outcome else self._nodes(state),
             ranks=ranks,
-            last_swap=self.last_swap,
+            last_swap=self.repairs.last,
             reason=outcome.text if outcome else "",
             stopped_by=_signal(outcome),
             as_of=time.time(),
@@ -239,7 +236,7 @@ class Chronicle:
         report = self.reports.get(node)
         found: RankReport | None = None
         for entry in report.ranks if report else ():
-            if entry.rank == rank and entry.generation == state.generation:
+            if entry.rank == rank and entry.generation == born(rank, state):
                 found = entry
         return RankStatus(
             rank=rank,
@@ -273,14 +270,6 @@ def _signal(outcome: Outcome | None) -> str:
         return ""
     number = outcome.exit_code - EXIT_SIGNAL_BASE
     return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-
-
-def _targets(moves: Iterable[Move]) -> str:
-    """`ranks 2-3 node1 -> node2`, once for each pair of nodes."""
-    pairs: dict[tuple[str, str], list[int]] = {}
-    for move in moves:
-        pairs.setdefault((move.from_node, move.to_node), []).append(move.rank)
-    return ", ".join(f"{ranks_named(ranks)} {source} -> {to}" for (source, to), ranks in pairs.items())
 
 
 def _job_state(state: State) -> JobState:

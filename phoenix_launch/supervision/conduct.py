@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from phoenix_launch import __version__
-from phoenix_launch.bus import KeyPair, Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.bus.keys import KeyPair, new_key_pair
+from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.errors import StartError
 from phoenix_launch.hosts import preflight
 from phoenix_launch.hosts.facts import package_version, script_digest
@@ -24,10 +26,9 @@ from phoenix_launch.job.drills import parse_plan
 from phoenix_launch.job.environment import JobIdentity
 from phoenix_launch.job.last_words import write_error_file
 from phoenix_launch.job.state import Rules
-from phoenix_launch.messages import AgentBootstrap
 from phoenix_launch.node.arrival import EVERYWHERE
 from phoenix_launch.node.runtime_folder import make_runtime_folder
-from phoenix_launch.processes import start_time
+from phoenix_launch.process_table import start_time
 from phoenix_launch.records.folders import (
     ClientKeys,
     JobFolder,
@@ -191,6 +192,7 @@ def _rules(job: Job) -> Rules:
         spare_timeout=settings.spare_timeout,
         start_timeout=timeout("fork_server") + timeout("park"),
         abort_timeout=timeout("abort"),
+        leave_timeout=timeout("leave_step"),
         shutdown_timeout=settings.shutdown_timeout,
         teardown_timeout=timeout("reap") + timeout("drain_output"),
         worker_exit_code=settings.exit_code == "worker",

@@ -18,7 +18,8 @@ from typing import Final
 import zmq
 
 from phoenix_launch.job.last_output import StreamKey
-from phoenix_launch.messages import NO_GENERATION, FromOutput, Generation, OutputChunk, OutputEnd
+from phoenix_launch.output_messages import FromOutput, OutputChunk, OutputEnd
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 _STDOUT, _STDERR = 1, 2
 KEPT: Final = 16 << 10  # bytes of what was shown last; a worker's last words are no longer

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from phoenix_launch.bus import PeerKind, SupervisorBus
-from phoenix_launch.messages import JOINING, JobEnded, JoinReply, JoinRequest
+from phoenix_launch.bus.supervisor import PeerKind, SupervisorBus
+from phoenix_launch.messages import JobEnded, JoinReply, JoinRequest
+from phoenix_launch.wire import JOINING
 
 TURN = 0.1  # seconds between looks at whoever may stop us
 

@@ -14,13 +14,16 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phoenix_launch.bus import ClientLink, KeyPair, bracketed, derived_key_pair
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.bus.client import ClientLink
+from phoenix_launch.bus.keys import KeyPair, derived_key_pair
+from phoenix_launch.bus.supervisor import bracketed
 from phoenix_launch.errors import EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED, PortInUseError, StartError, UsageError
 from phoenix_launch.hosts import remote
 from phoenix_launch.hosts.environment import job_environment
 from phoenix_launch.hosts.facts import count_gpus, interface_addresses, visible_gpus
 from phoenix_launch.hosts.specs import NodeSpec
-from phoenix_launch.messages import JOINING, AgentBootstrap, JobEnded, JoinReply, JoinRequest, Leaving
+from phoenix_launch.messages import ENVELOPES, Body, JobEnded, JoinReply, JoinRequest, Leaving
 from phoenix_launch.node.cgroup import ControlGroup
 from phoenix_launch.records.folders import JobFolder, jobs_root, new_job_id
 from phoenix_launch.settings import RunSettings, timeout
@@ -29,6 +32,7 @@ from phoenix_launch.supervision.doorstep import EVENTS, Doorstep, look
 from phoenix_launch.supervision.muster import worker_count
 from phoenix_launch.supervision.opening import Job, Joining
 from phoenix_launch.supervision.signals import SignalPipe
+from phoenix_launch.wire import JOINING
 
 _KEY = "PHOENIX_JOB_KEY"
 _TURN = 0.1  # seconds between looks at bus, signals and guardian
@@ -108,7 +112,9 @@ class Joiner:
     patience: float = timeout("connect")  # seconds with somebody who does not know our key: an older job may still go
 
     def run(self) -> int:
-        link = ClientLink(JOINING, self.endpoint, self.server_key, self.keys, timeout("command"), int(EVENTS))
+        link = ClientLink(
+            JOINING, self.endpoint, self.server_key, self.keys, timeout("command"), ENVELOPES, events=int(EVENTS)
+        )
         handle: remote.NodeHandle | None = None
         try:
             with SignalPipe(self.settings.signals_to_handle) as signals:
@@ -125,7 +131,7 @@ class Joiner:
             if handle is not None:
                 handle.close()
 
-    def _ask(self, link: ClientLink, signals: SignalPipe) -> AgentBootstrap | int:
+    def _ask(self, link: ClientLink[Body], signals: SignalPipe) -> AgentBootstrap | int:
         """Ask until the supervisor is there and answers; an exit code when a signal or the job's end came first."""
         request = JoinRequest(
             hostname=socket.gethostname(),
@@ -167,7 +173,7 @@ class Joiner:
             hint="is phoenix-run started on the host of the endpoint, with the same PHOENIX_JOB_KEY?",
         )
 
-    def _attend(self, link: ClientLink, signals: SignalPipe, handle: remote.NodeHandle, incarnation: str) -> int:
+    def _attend(self, link: ClientLink[Body], signals: SignalPipe, handle: remote.NodeHandle, incarnation: str) -> int:
         """Until the job ends, the agent ends, or a signal says to go."""
         stopped, leave_at = 0, 0.0
         ended_at = 0.0

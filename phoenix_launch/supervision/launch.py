@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phoenix_launch.bus import new_key_pair
+from phoenix_launch.bus.keys import new_key_pair
 from phoenix_launch.errors import UsageError
 from phoenix_launch.hosts.facts import interface_addresses
 from phoenix_launch.hosts.specs import NodeSpec

@@ -9,14 +9,17 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from phoenix_launch.bus import KeyPair, Peer, PeerKind, SupervisorBus, new_key_pair
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.bus.keys import KeyPair, new_key_pair
+from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.errors import StartError, UsageError
 from phoenix_launch.hosts import preflight, remote
 from phoenix_launch.hosts.remote import NodeHandle
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job.events import Admitted
-from phoenix_launch.messages import AgentBootstrap, Generation, HostFacts, PeerProbe, Probe
+from phoenix_launch.messages import HostFacts, PeerProbe, Probe
 from phoenix_launch.settings import timeout
+from phoenix_launch.wire import Generation
 from phoenix_launch.wording import counted
 
 AT_ONCE = 64  # hosts whose ssh is under way at the same time

@@ -6,13 +6,14 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from phoenix_launch.bus import KeyPair, SupervisorBus
+from phoenix_launch.bootstrap import AgentBootstrap, AgentTimeouts, Command, OutputSettings, RunMode, StartMethod
+from phoenix_launch.bus.keys import KeyPair
+from phoenix_launch.bus.supervisor import SupervisorBus
 from phoenix_launch.hosts.environment import job_environment
 from phoenix_launch.hosts.specs import NodeSpec
-from phoenix_launch.messages import AgentBootstrap, AgentTimeouts, Command, OutputSettings, RunMode, StartMethod
 from phoenix_launch.records.folders import JobFolder
 from phoenix_launch.settings import RunSettings, timeout
 
@@ -39,6 +40,7 @@ class Job:
     address: str  # where the bus listens
     port: int  # 0: any
     joining: Joining | None = None  # hosts come by themselves
+    slots_key: str = field(default_factory=lambda: secrets.token_hex(32))  # by which checkpoint servers know each other
 
     @property
     def name(self) -> str:
@@ -139,4 +141,5 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         port_low=settings.port_range[0],
         port_high=settings.port_range[1],
         simulated=not spec.host and job.joining is None,
+        slots_key=job.slots_key,
     )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from phoenix_launch.bus import KeyPair
+from phoenix_launch.bootstrap import AgentBootstrap
+from phoenix_launch.bus.keys import KeyPair
 from phoenix_launch.hosts.specs import NodeSpec
-from phoenix_launch.messages import AgentBootstrap, JoinReply, JoinRequest
+from phoenix_launch.messages import JoinReply, JoinRequest
 from phoenix_launch.supervision.muster import Muster
 
 

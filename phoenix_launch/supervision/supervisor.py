@@ -1,7 +1,7 @@
 """The supervisor's loop: it carries what peers, processes, signals and the clock say into the state machine, and its
 decisions out again. It decides nothing itself.
 
-Threads: this loop; the console (`console.py`); the bus's authenticator (`bus.py`).
+Threads: this loop; the console (`console.py`); the bus's authenticator (`bus/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from phoenix_launch.bus import PeerKind, Received, SupervisorBus
+from phoenix_launch.bus.supervisor import PeerKind, Received, SupervisorBus
 from phoenix_launch.clock import OwnClock
+from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
 from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError, StartError
 from phoenix_launch.job import drills, membership, wishes
 from phoenix_launch.job import events as job_events
@@ -27,12 +28,9 @@ from phoenix_launch.job.plans import node_plan
 from phoenix_launch.job.state import NodeState, Outcome, Phase, State
 from phoenix_launch.job.wishes import Wish
 from phoenix_launch.messages import (
-    Answer,
     Body,
     Drill,
-    DrillKind,
     Farewell,
-    FaultRequest,
     Hello,
     JobEnded,
     JoinRequest,
@@ -44,9 +42,6 @@ from phoenix_launch.messages import (
     ProbeReport,
     Remark,
     ReportAck,
-    StatusReply,
-    StatusRequest,
-    StopRequest,
 )
 from phoenix_launch.settings import timeout
 from phoenix_launch.status import encode_status
@@ -58,6 +53,13 @@ from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.signals import SignalPipe
 
 TICK = 0.25  # seconds between looks at the deadlines when nothing happens
+AT_ONCE = (
+    job_events.GenerationBegun,
+    job_events.RecoveryFound,
+    job_events.CommunicatorsKnown,
+    job_events.GenerationRuns,
+    job_events.WaitingForNode,
+)
 
 
 @dataclass(slots=True)
@@ -266,6 +268,8 @@ class Supervisor:
 
     def _apply(self, event: Event) -> None:
         self.state, actions = membership.step(self.state, event, self.clock.now)
+        if any(isinstance(action, AT_ONCE) for action in actions):
+            self._spread(self.clock.now)  # survivors wait for it: before anything is written down
         for action in actions:
             self._act(action)
 
@@ -279,8 +283,6 @@ class Supervisor:
             case job_events.Relaunch(index):
                 if index not in self._powered_off:
                     self.muster.relaunch(index, self.clock.now)
-            case job_events.GenerationBegun():
-                self._spread(self.clock.now)  # at once: this is the notice that ends the survivors' waiting
             case job_events.GenerationRuns():
                 self._drills_from = self._drills_from or self.clock.now
             case job_events.Finished(outcome):
@@ -300,10 +302,15 @@ class Supervisor:
             wish, sent = wishes.wish_for(self.state, index), self._sent.get(index)
             if wish.phase is PlanPhase.LEAVE and self._holding:
                 continue
-            again = sent is not None and now - sent.at > timeout("resend")
-            if sent is None or sent.wish != wish or (again and not wishes.fulfilled(self.state, index)):
+            if sent is None or sent.wish != wish or self._due(sent, index, now):
                 self._sent[index] = _Sent(wish, now)
                 self.bus.send(member.incarnation, node_plan(self.state, wish, self.identity), self.state.generation)
+
+    def _due(self, sent: _Sent, index: int, now: float) -> bool:
+        """Whether the wish is told again. Of who keeps copies no report says that it was heard, so that is told for ever."""
+        if sent.wish.ground is not None and now - sent.at > timeout("heartbeat"):
+            return True
+        return now - sent.at > timeout("resend") and not wishes.fulfilled(self.state, index)
 
     def _inject(self, request: FaultRequest) -> Answer:
         """Carry out a drill, or say what it would hit."""

@@ -1,10 +1,12 @@
-"""Optimizers and GradScaler: what a script or a scheduler sets in them, without what they compute from gradients."""
+"""Optimizers and GradScaler: what a script or a scheduler sets in them, and by reference the tensors that they compute."""
 
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Final
 
 from torch import Tensor
@@ -21,26 +23,34 @@ _PARAMETERS: Final = "params"
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Of each param_group all but its parameters."""
+    """Of each param_group all but its parameters.
+
+    `values`: what is no tensor in the optimizer's state (a count of steps, lists), each with its owner: the number of a
+    parameter, counted over all groups, or a word.
+    """
 
     order: ClassVar[int] = LATE
     groups: tuple[dict[str, Any], ...]
+    values: tuple[tuple[int | str, Any, Any], ...] = ()
 
 
 class OptimizerPart:
-    """An optimizer. Its state (momenta ...) changes in step() only, so it is not captured, but given by reference."""
+    """An optimizer. Its state (momenta ...) changes in step() only: tensors are not captured, but given by reference."""
 
     captures: ClassVar[type] = Groups
 
     def __init__(self, value: Optimizer) -> None:
         self.value = value
+        self._seen: list[Any] = []  # all of the state, when it was found to be tensors alone
+        self.keeps_values = False  # at the last capture: not tensors alone
         self._entry: list[tuple[dict[str, Any], dict[str, Any], list[Tensor]]] = []  # group, its values, its parameters
 
     def capture(self) -> Groups:
         groups = self.value.param_groups
         self._entry = [(group, group.copy(), group[_PARAMETERS].copy()) for group in groups]
         return Groups(
-            tuple([{key: _kept(item) for key, item in group.items() if key != _PARAMETERS} for group in groups])
+            tuple([{key: _kept(item) for key, item in group.items() if key != _PARAMETERS} for group in groups]),
+            self._values(),
         )
 
     def restore(self, captured: Groups) -> None:
@@ -62,14 +72,76 @@ class OptimizerPart:
                 del group[key]
             for key, item in saved.items():
                 group[key] = _given_back(before.get(key), item)
+        self._restore_values(captured)
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stepping(self) -> Optimizer:
+        """Who keeps the state: the optimizer itself, or the one that it wraps (ZeroRedundancyOptimizer, averaging)."""
+        inner = getattr(self.value, "optim", None)
+        return inner if isinstance(inner, Optimizer) else self.value
+
+    def parameters(self) -> list[Tensor]:
+        """Those whose state is kept in this process, over all groups."""
+        return list(chain.from_iterable([group[_PARAMETERS] for group in self.stepping.param_groups]))
+
+    def state(self) -> list[Any]:
+        """All that is in the state, the same objects in the same order as long as nothing is new in it."""
+        entries = self.stepping.state.values()
+        return list(chain.from_iterable([entry.values() if type(entry) is dict else (entry,) for entry in entries]))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The state of the n-th parameter, counted over all groups, under `n.key`."""
-        parameters = [parameter for group in self.value.param_groups for parameter in group[_PARAMETERS]]
-        for index, parameter in enumerate(parameters):
-            for key, item in self.value.state.get(parameter, {}).items():
-                if isinstance(item, Tensor):
-                    yield f"{index}.{key}", item
+        for index, key, item in self.named_state():
+            yield f"{index}.{key}", item
+
+    def named_state(self) -> Iterator[tuple[int, str, Tensor]]:
+        """The number of a parameter, what its optimizer calls it, and the tensor."""
+        for owner, key, item in self._entries():
+            if isinstance(owner, int) and not is_value(owner, key, item):
+                yield owner, key, item
+
+    def _entries(self) -> Iterator[tuple[int | str, Any, Any]]:
+        places: dict[int, int] = {}
+        for index, parameter in enumerate(self.parameters()):
+            places.setdefault(id(parameter), index)
+        for owner, entry in self.stepping.state.items():
+            if isinstance(owner, str):
+                yield owner, None, entry
+            elif id(owner) in places and isinstance(entry, dict):
+                yield from ((places[id(owner)], key, item) for key, item in entry.items())
+
+    def _values(self) -> tuple[tuple[int | str, Any, Any], ...]:
+        state = self.state()
+        if len(state) == len(self._seen) and all(map(operator.is_, state, self._seen)):
+            return ()
+        found = tuple(
+            [(owner, key, copied(item)) for owner, key, item in self._entries() if is_value(owner, key, item)]
+        )
+        self._seen, self.keeps_values = [] if found else state, bool(found)
+        return found
+
+    def _restore_values(self, captured: Groups) -> None:
+        state: dict[Any, Any] = self.stepping.state
+        parameters = self.parameters()
+        kept = {(owner, key) for owner, key, _ in captured.values}
+        for owner, key, item in list(self._entries()):
+            if is_value(owner, key, item) and (owner, key) not in kept:
+                if isinstance(owner, str):
+                    del state[owner]
+                else:
+                    del state[parameters[owner]][key]
+        for owner, key, item in captured.values:
+            if isinstance(owner, str):
+                state[owner] = copied(item)
+            else:
+                state[parameters[owner]][key] = copied(item)
+
+
+def is_value(owner: int | str, key: Any, item: Any) -> bool:
+    """Whether this piece of an optimizer's state is captured; else it is a tensor that belongs to a parameter, by name."""
+    return not (isinstance(item, Tensor) and isinstance(key, str) and isinstance(owner, int))
 
 
 def _kept(item: Any) -> Any:

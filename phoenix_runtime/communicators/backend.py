@@ -32,6 +32,7 @@ class PhoenixBackend:
         self.devices = Devices()
         self._groups: weakref.WeakSet[PhoenixGroup] = weakref.WeakSet()
         self._registered = False
+        self.late: Callable[[str], None] | None = None  # is told the name of each group that is made from now on
         self.startup: Recorder | Shadow | None = None  # what stands before the groups until the first step
 
     def register(self, devices: Devices) -> None:
@@ -101,6 +102,29 @@ class PhoenixBackend:
         self.startup = Shadow(record)
         return self.startup
 
+    @property
+    def alone(self) -> bool:
+        """Its groups have no communicators yet."""
+        return isinstance(self.startup, Shadow)
+
+    def own_group(self, name: str) -> PhoenixGroup:
+        """A group of all ranks for ourselves, on the CPU: torch does not know it, and no record has it. All ranks make it."""
+        world = dist.get_world_size()
+        identity = Identity(
+            name=GroupName(name),
+            rank=dist.get_rank(),
+            size=world,
+            timeout=dist.distributed_c10d.default_pg_timeout,
+            global_ranks=tuple(range(world)),
+        )
+        store = PrefixStore(f"{name}/", dist.distributed_c10d._get_default_store())
+        devices = Devices()
+        inner = unconnected(identity) if self.alone else connect(identity, devices, store)
+        group = PhoenixGroup(identity, devices, store, inner, self.gate, self._split)
+        group.scripts = False
+        self._groups.add(group)
+        return group
+
     def _create(self, options: Any, _: object) -> PhoenixGroup:
         """What torch calls for each new group (`options`: torch's _DistributedBackendOptions)."""
         identity = Identity(
@@ -113,12 +137,13 @@ class PhoenixBackend:
         return self._group(identity, self.devices, options.store)
 
     def _group(self, identity: Identity, devices: Devices, store: Store) -> PhoenixGroup:
-        alone = isinstance(self.startup, Shadow)
-        inner = unconnected(identity) if alone else connect(identity, devices, store)
+        inner = unconnected(identity) if self.alone else connect(identity, devices, store)
         group = PhoenixGroup(identity, devices, store, inner, self.gate, self._split)
         self._groups.add(group)
         if self.startup is not None:
             self.startup.attach(group)
+        if self.late is not None:
+            self.late(str(identity.name))
         return group
 
     def _split(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 
 class Waiting(Protocol):
@@ -39,7 +40,11 @@ class Gate:
         self.keeps = False
         self.skipped = 0  # operations that did nothing since the gate was closed
         self.failures = 0  # operations that failed since the gate was opened
+        self.between = 0  # operations that began outside of steps
         self.reason: BaseException | None = None
+        # What becomes of whoever is in a collective outside of a step when that fails: it comes back only to raise the error.
+        self.outside: Callable[[BaseException], None] | None = None
+        self.ours: set[int] = set()  # threads that know what to do by themselves
         self._lock = threading.Lock()
         self._left = threading.Condition()
         self._inside: dict[object, Waiting] = {}  # what waits in a communicator; each access is atomic
@@ -67,12 +72,18 @@ class Gate:
             return
         self.failures += 1
         if not self.keeps:
-            raise error
+            self.refuse(error)
         self.close(error)
+
+    def refuse(self, error: BaseException) -> NoReturn:
+        """A collective outside of a step cannot be carried: nobody would run it again."""
+        if self.outside is not None and threading.get_ident() not in self.ours:
+            self.outside(error)
+        raise error
 
     def issued(self, work: object) -> None:
         """An operation began: the step ends when all of its operations have."""
-        if self.keeps:
+        if self.keeps and threading.get_ident() not in self.ours:
             self._issued.append(weakref.ref(work))
 
     def take_issued(self) -> list[object]:

@@ -54,6 +54,7 @@ class PhoenixGroup(ProcessGroup):
     ) -> None:
         super().__init__(identity.rank, identity.size)  # type: ignore[call-arg]  # with a store it is no subclass
         self.identity, self.devices, self.living = identity, devices, True
+        self.scripts = True  # the script's own, not one of ours
         self._store, self._inner, self._gate, self._split = store, inner, gate, split
         self._all_gloo = set(devices.backends.values()) == {"gloo"}
         # Names, device types and FSDP2's allocation are asked of a backend; collectives that get there were forgotten here.
@@ -148,6 +149,8 @@ class PhoenixGroup(ProcessGroup):
             stand_in.fill(operation, self.identity.rank, arguments)
 
         gate = self._gate
+        if not gate.keeps and self.scripts:
+            gate.between += 1
         if not gate.closed:
             epoch = gate.epoch
             try:
@@ -162,7 +165,7 @@ class PhoenixGroup(ProcessGroup):
                 gate.issued(work)
                 return work
         elif not gate.keeps:
-            raise StepAborted(f"{operation} outside of a step, while the communicators are replaced")
+            gate.refuse(StepAborted(f"{operation} outside of a step, while the communicators are replaced"))
         gate.skipped += 1
         fill()
         return FinishedWork(outputs, self._next)

@@ -30,6 +30,7 @@ from phoenix_runtime.startup import LARGEST, Call, StartupRecord
 _RECEIVE_NOTHING: Final = frozenset({"send", "barrier"})
 _LONGEST_SIGNATURE: Final = 160
 _OURS: Final = str(Path(__file__).parents[1])
+_BUCKETS: Final = str(Path(__file__).parents[1] / "buckets.py")
 _PYTHONS: Final = str(Path(os.__file__).parent)
 _TORCHS: Final = str(Path(torch.__file__).parent)
 # Functions of torch that send modules' parameters and buffers around: file and name.
@@ -100,6 +101,11 @@ class Recorder:
             else:
                 self._detach()
             self._entered = completed
+
+    @property
+    def over(self) -> bool:
+        """Nothing will be added to the record any more."""
+        return self._over
 
     @property
     def record(self) -> StartupRecord:
@@ -236,6 +242,8 @@ def _site(frame: FrameType) -> tuple[str, bool]:
         if file.startswith(_TORCHS):
             name = each.f_code.co_name
             parameters = parameters or any(name == known and file.endswith(end) for end, known in _SEND_PARAMETERS)
+        elif file == _BUCKETS:
+            parameters = True  # what fixes the order of DDP's buckets reduces zeros
         elif not file.startswith((_OURS, _PYTHONS, "<")):
             return f"{Path(file).name}:{each.f_lineno}", parameters
     return "an unknown place", parameters

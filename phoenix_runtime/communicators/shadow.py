@@ -44,6 +44,11 @@ class Shadow:
             group.divert(None)
         self._groups.clear()
 
+    @property
+    def first_step_differs(self) -> bool:
+        """The replacement has to run a step alone, since that step exchanges what later ones do not."""
+        return self._record.first_step_differs
+
     def enter_step(self) -> None:
         """The start is over. Raises ReplayError when the record goes on."""
         with self._lock:

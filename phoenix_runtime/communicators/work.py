@@ -94,17 +94,22 @@ class SwappableWork(_Handle):
         if self._over:
             return True
         token = self._gate.enter(self)
+        failure: Exception | None = None
         try:
-            finished = self._wait(timeout)
+            self._over = self._wait(timeout)
         except Exception as error:
             self._over = True
-            self._gate.failed(error, self._epoch)
-            self._fill()
-            return True
+            if not self._gate.keeps:
+                failure = error
+            else:
+                self._gate.failed(error, self._epoch)
+                self._fill()
         finally:
             self._gate.leave(token)
-        self._over = finished
-        return finished
+        if failure is not None:  # outside of a step this may never return, and must not count as being inside then
+            self._gate.failed(failure, self._epoch)
+            self._fill()
+        return self._over
 
     def _wait(self, timeout: timedelta) -> bool:
         return bool(self._inner.wait(timeout))
@@ -158,6 +163,8 @@ class SwappableWork(_Handle):
             return
         if isinstance(value, Exception):
             try:
+                if not self._gate.keeps and self._epoch == self._gate.epoch:
+                    raise value  # into whoever waits for the future: here a thread of the communicator's would be held
                 self._gate.failed(value, self._epoch)
                 self._fill()
             except Exception as to_raise:

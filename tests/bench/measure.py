@@ -19,7 +19,7 @@ BIN: Final = Path(sys.executable).parent
 PHOENIX: Final = str(BIN / "phoenix-run")
 TORCHRUN: Final = str(BIN / "torchrun")
 WORKERS: Final = Path(__file__).parent / "workers"
-EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "train_plain.py"
 RUN_SECONDS: Final = 300.0  # the longest that one run may take
 END_SECONDS: Final = 40.0  # from asking a job to end to killing it
 

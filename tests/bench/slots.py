@@ -20,7 +20,7 @@ from measure import rounds_option, summary
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.slots import slot_size
-from phoenix_launch.messages import Stamp
+from phoenix_launch.copies import Stamp
 
 SIZE: Final = 256 << 20
 SMALL: Final = 4096

@@ -16,8 +16,9 @@ from phoenix_launch import channel
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
-from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, SlotPeer, SlotRules, SlotsKept
-from phoenix_launch.messages import Generation, Stamp
+from phoenix_launch.copies import SlotPeer, Stamp
+from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, SlotRules, SlotsKept
+from phoenix_launch.wire import Generation
 
 JOB = "job-1"
 KEY = "ab" * 32

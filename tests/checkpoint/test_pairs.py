@@ -13,8 +13,9 @@ from phoenix_launch.checkpoint import pairs as pairs_module
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.pairs import Grant, SlotPairs, SlotRefusedError, Standing, Wish
 from phoenix_launch.checkpoint.slots import SlotMemory, SlotWriter, slot_size
+from phoenix_launch.copies import Stamp
 from phoenix_launch.job.commit import Lineage
-from phoenix_launch.messages import Generation, Stamp
+from phoenix_launch.wire import Generation
 
 G1, G2 = Generation(1, 1), Generation(1, 2)
 LAYOUT = Layout.of([Entry("w", "float32", (8,), 32)])

@@ -19,9 +19,9 @@ from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Standin
 from phoenix_launch.checkpoint.peer_link import Identity, PeerLink
 from phoenix_launch.checkpoint.replication import Errand, Partner
 from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
+from phoenix_launch.copies import SlotPeer, Stamp
 from phoenix_launch.errors import PhoenixError, ProtocolError
-from phoenix_launch.local_messages import SlotPeer
-from phoenix_launch.messages import Generation, Stamp
+from phoenix_launch.wire import Generation
 
 ME = Identity(JOB, bytes.fromhex(KEY), 0, G1)
 SIZE = 3 << 20  # more than one piece

@@ -17,8 +17,8 @@ from checkpoint_nodes import G1, G2, JOB, KEY, SECONDS, CheckpointNode, begin, c
 from phoenix_launch import channel
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.copies import Stamp
 from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, Park
-from phoenix_launch.messages import Stamp
 
 
 def test_a_sealed_copy_is_kept_told_to_the_agent_and_read_again(node: CheckpointNode) -> None:

@@ -15,7 +15,8 @@ from phoenix_launch.checkpoint import header
 from phoenix_launch.checkpoint.header import PAGE_BYTES, Label
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.slots import SlotMemory, SlotReader, SlotWriter, slot_size
-from phoenix_launch.messages import Generation, Stamp
+from phoenix_launch.copies import Stamp
+from phoenix_launch.wire import Generation
 
 G1 = Generation(1, 1)
 LAYOUT = Layout.of(
@@ -158,7 +159,8 @@ WRITER = """
 import sys
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.slots import SlotWriter
-from phoenix_launch.messages import Generation, Stamp
+from phoenix_launch.copies import Stamp
+from phoenix_launch.wire import Generation
 
 layout = Layout.of([Entry("w", "uint8", (1 << 20,), 1 << 20)])
 writers = [SlotWriter(int(descriptor)) for descriptor in sys.argv[1:3]]

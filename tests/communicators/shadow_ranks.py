@@ -37,8 +37,9 @@ from phoenix_runtime.buckets import fix_bucket_order
 from phoenix_runtime.communicators import BACKEND, StepAborted
 from phoenix_runtime.communicators.recording import Recorder
 from phoenix_runtime.communicators.shadow import Shadow
-from phoenix_runtime.loop import LOOP
+from phoenix_runtime.loop import LOOP, NoRepair
 from phoenix_runtime.startup import StartupRecord
+from phoenix_runtime.state import Captured
 
 DEADLINE: Final = 30.0
 STEPS: Final = 6
@@ -104,7 +105,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class Process:
+class Process(NoRepair):
     """What ranks and replacements have in common. As the loop's repair it does nothing until it is told."""
 
     repairs = True
@@ -125,7 +126,9 @@ class Process:
         while job.state.step < steps:
             run_step(job.state, job.step)
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
         return None
 
     def before_optimizer(self, state: TrainState) -> None:
@@ -145,7 +148,9 @@ class Rank(Process):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE))
         dist.init_process_group("phoenix", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=DEADLINE))
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
         if self.recorder is not None:
             self.recorder.enter_step(state.step)
 
@@ -189,7 +194,9 @@ class Replacement(Process):
         self.line.recv()
         self.rebuild()
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
         if self.shadow is not None:
             self.shadow.enter_step()
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from testhosts import Cluster
 
-from phoenix_launch.messages import AgentBootstrap
+from phoenix_launch.bootstrap import AgentBootstrap
 
 pytestmark = pytest.mark.hosts
 

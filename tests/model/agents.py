@@ -5,23 +5,22 @@ from __future__ import annotations
 from functools import cache
 from typing import Final, NamedTuple
 
+from phoenix_launch.copies import KeptSlot, Slot, Stamp
 from phoenix_launch.messages import (
-    NO_GENERATION,
     ExitReport,
-    Generation,
-    KeptSlot,
     NodeReport,
     PlanPhase,
     ProcessState,
     RankReport,
     RuntimeReport,
-    Slot,
-    Stamp,
     StoreReport,
 )
+from phoenix_launch.wire import NO_GENERATION, Generation
 
 RANKS: Final = 2
 RUNS, LEFT, NEW, LOADED = "runs", "left", "new", "loaded"
+OUTSIDE: Final = "outside"  # its notice found it in a collective outside of a step: it never leaves it
+EARLY: Final = 1000  # in place of exit code 0, which stands for a process that lives
 
 
 class Worker(NamedTuple):
@@ -80,8 +79,10 @@ def rank_report(worker: Worker, complete: int) -> RankReport:
         live=stamp_of(worker.stamp) if worker.mode == LEFT else None,
         address=f"{worker.rank}.{worker.joined}",
         restored=Generation(1, worker.restored) if worker.restored else NO_GENERATION,
+        returns=True,
+        outside="a collective outside of a step" if worker.mode == OUTSIDE else "",
     )
-    ended = ExitReport(worker.code, 0.0) if worker.code else None
+    ended = ExitReport(worker.code % EARLY if worker.code > 0 else worker.code, 0.0) if worker.code else None
     state = ProcessState.GONE if worker.code else ProcessState.RUNNING
     born = Generation(1, worker.born)
     return RankReport(worker.rank, born, 1000 + worker.rank, state, max(worker.stamp[1], 0), ended, runtime)

@@ -23,16 +23,28 @@ from dataclasses import replace
 from functools import cache
 from typing import Final, NamedTuple, TypeVar
 
-from model.agents import LEFT, LOADED, NEW, RANKS, RUNS, Agent, Told, Worker, exchange, report, take
+from model.agents import (
+    EARLY,
+    LEFT,
+    LOADED,
+    NEW,
+    OUTSIDE,
+    RANKS,
+    RUNS,
+    Agent,
+    Told,
+    Worker,
+    exchange,
+    report,
+    take,
+)
 from model.exploration import Move
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job import membership, wishes
 from phoenix_launch.job.events import Event
 from phoenix_launch.job.state import Phase, Rules, Rung, State
-from phoenix_launch.messages import (
-    PlanPhase,
-)
+from phoenix_launch.messages import PlanPhase
 
 T = TypeVar("T")
 
@@ -54,10 +66,12 @@ class World(NamedTuple):
 
 
 class Swapping:
-    """`cut`: the supervisor may also give up a node that lives."""
+    """What may happen beside the death of a process: `lost`: nodes lose power, deadlines pass; `cut`: the supervisor gives up a
+    node that lives; `rare`: a rank ends well in the middle of the job, or is in a collective outside of a step when the
+    notice comes."""
 
-    def __init__(self, faults: int = 2, *, cut: bool = True) -> None:
-        self.cut = cut
+    def __init__(self, faults: int = 2, *, lost: bool = True, cut: bool = True, rare: bool = False) -> None:
+        self.lost, self.cut, self.rare, self.most = lost, cut, rare, faults
         self.states: list[State] = []
         self.numbers: dict[str, int] = {}
         self.phases: set[Phase] = set()
@@ -212,6 +226,8 @@ class Swapping:
         for worker in agent.workers:
             if worker.code or told.phase is not PlanPhase.SWAP or worker.rank not in told.ranks:
                 continue
+            if worker.mode == OUTSIDE:
+                continue
             if worker.joined < told.generation:
                 left = worker._replace(joined=told.generation, mode=LEFT)
                 yield Move(f"rank {worker.rank} leaves its step", self.changed(world, node, exchange(agent, left)))
@@ -243,13 +259,25 @@ class Swapping:
                 if not worker.code:
                     killed = exchange(agent, worker._replace(code=SIGNALS[world.faults]))
                     yield Move(f"rank {worker.rank} is killed", self.changed(world, node, killed), fault=True)
-            dead = agent._replace(alive=False, workers=(), slots=None)
-            yield Move(f"node {node} loses power", self.changed(world, node, dead), fault=True)
+                    if self.rare:
+                        yield from self.rarer(world, node, agent, worker)
+            if self.lost:
+                dead = agent._replace(alive=False, workers=(), slots=None)
+                yield Move(f"node {node} loses power", self.changed(world, node, dead), fault=True)
             if self.cut and state.members[node].alive:
                 cut = job_events.AgentEnded(node, f"i{node}")
                 yield Move(f"node {node} is cut off", self.heard(world, cut), fault=True)
-        if state.phase in (Phase.SWAPPING, Phase.QUIESCING):
+        if self.lost and state.phase in (Phase.SWAPPING, Phase.QUIESCING):
             yield Move("a deadline passes", self.heard(world, None), fault=True)
+
+    def rarer(self, world: World, node: int, agent: Agent, worker: Worker) -> Iterator[Move[World]]:
+        told = agent.told
+        if world.faults == self.most - 1:  # a second time would be taken for a bug
+            ended = exchange(agent, worker._replace(code=EARLY))
+            yield Move(f"rank {worker.rank} ends with code 0", self.changed(world, node, ended), fault=True)
+        if told.phase is PlanPhase.SWAP and worker.joined < told.generation and worker.mode != OUTSIDE:
+            caught = exchange(agent, worker._replace(mode=OUTSIDE))
+            yield Move(f"rank {worker.rank} is caught outside", self.changed(world, node, caught), fault=True)
 
     # --- promises ---
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from model.exploration import Move
 from model.worlds import (
@@ -54,12 +55,18 @@ from model.worlds import (
     shelve,
     slot,
 )
+from phoenix_launch.copies import KeptSlot, SourceKind, Stamp
 from phoenix_launch.job import commit, recovery
 from phoenix_launch.job.commit import Bundle, Copy, CopyPlan, Lineage, Round, Vote
 from phoenix_launch.job.recovery import Survivor
-from phoenix_launch.messages import Generation, KeptSlot, SourceKind, Stamp
+from phoenix_launch.wire import Generation
 
 INTERVAL = 2  # with `skips`: at least every other version is copied
+
+
+def from_slots(*given: Any) -> recovery.Recovery | None:
+    """As the product asks for it: nobody serves others from the state that it trains with."""
+    return recovery.plan(*given, from_holders=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class Rules:
     may_step: Callable[..., bool] = commit.may_step
     may_free: Callable[..., bool] = commit.may_free
     slot_to_fill: Callable[..., int | None] = commit.slot_to_fill
-    plan: Callable[..., recovery.Recovery | None] = recovery.plan
+    plan: Callable[..., recovery.Recovery | None] = from_slots
     local_decisions: bool = False  # each rank chooses for itself what it copies
     dirty_offers: bool = False  # a rank that is amid its optimizer offers what it had
 
@@ -318,8 +325,7 @@ class Training:
         }
         plan = self.rules.plan(self.bundles, survivors, kept, dict(enumerate(homes)), lineage_of(world.lineage))
         if plan is None:
-            self.excuse(world, survivors, kept)
-            self.ends.add("no version")
+            self.ends.add(self.excuse(world, survivors, kept))
             yield Move("no common version is left", world._replace(phase=OVER))
             return
         self.judge(world, plan)
@@ -373,14 +379,18 @@ class Training:
         ]
         return bool(set.intersection(*versions))
 
-    def excuse(self, world: World, survivors: list[Survivor], kept: Mapping[int, list[KeptSlot]]) -> None:
-        """No common version: only if some bundle has no copy at all any more, and never after a single fault."""
+    def excuse(self, world: World, survivors: list[Survivor], kept: Mapping[int, list[KeptSlot]]) -> str:
+        """No common version: only if some bundle has no copy at all any more, or none that can be given away, and never after
+        a single fault once a version was complete."""
         lineage = lineage_of(world.lineage)
         copies = {k.bundle for slots in kept.values() for k in slots if commit.intact(k.slot, lineage)}
         live = {s.rank for s in survivors}
-        gone = [b for b in self.bundles if b.key not in copies and not live & set(b.holders)]
-        assert gone, "there is no common version although every bundle has a copy"
         assert world.floor < 0, "there is no common version although one was complete"
+        if any(bundle.key not in copies and not live & set(bundle.holders) for bundle in self.bundles):
+            return "no version"
+        out_of_reach = [b for b in self.bundles if b.key not in copies and not live >= set(b.holders)]
+        assert out_of_reach, "there is no common version although every bundle has a copy"
+        return "no slot"  # a rank that is live has it, which nobody serves from
 
     def judge(self, world: World, plan: recovery.Recovery) -> None:
         stamp = plan.stamp

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
+from phoenix_launch.copies import Slot, Stamp
 from phoenix_launch.job import commit
 from phoenix_launch.job.commit import Bundle, Lineage, SlotPair
-from phoenix_launch.messages import Generation, Slot, Stamp
+from phoenix_launch.wire import Generation
 
 
 def sharded(ranks: int) -> tuple[Bundle, ...]:

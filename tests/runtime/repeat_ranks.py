@@ -30,7 +30,8 @@ from small_models import SIZE, Job
 
 from phoenix_runtime import TrainState, communicators, run_step
 from phoenix_runtime.communicators.group import PhoenixGroup
-from phoenix_runtime.loop import LOOP
+from phoenix_runtime.loop import LOOP, NoRepair
+from phoenix_runtime.state import Captured
 
 DEADLINE: Final = 30.0
 STEPS: Final = 12
@@ -44,7 +45,7 @@ class Interrupted(Exception):
     pass
 
 
-class Faults:
+class Faults(NoRepair):
     """A fault at the n-th collective of a step, on one rank; all ranks hear of it, abort, and repair together."""
 
     def __init__(self, rank: int, store: dist.Store, notices: Connection) -> None:
@@ -100,7 +101,9 @@ class Faults:
 
     repairs = True
 
-    def entered(self, state: TrainState, function: Callable[[], object], again: bool) -> None:
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
         self.begun = 0
         self.at = -1 if again else self.at
 

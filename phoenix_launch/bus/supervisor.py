@@ -1,9 +1,6 @@
-"""The control bus: ZeroMQ sockets under CURVE, where a peer is who its key says and nobody else is heard.
+"""The supervisor's end of the bus: who is allowed to speak, what came from whom, and what was dropped.
 
-Threads: the ZAP authenticator of pyzmq (one job: answer whether a key is on the allow-list). All sockets here belong to
-the thread that made them, except that an `OutputSender` belongs to the output pump that uses it.
-
-What only a supervisor or a host that joins needs is imported there: `status` has 0.2 s in all, and asyncio takes 0.03.
+Threads: the ZAP authenticator of pyzmq (one job: answer whether a key is on the allow-list).
 """
 
 from __future__ import annotations
@@ -14,58 +11,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
-from phoenix_launch.errors import PhoenixError, PortInUseError, ProtocolError, StartError, UsageError
-from phoenix_launch.messages import (
-    JOINING,
-    MAX_MESSAGE_BYTES,
-    NO_GENERATION,
-    PROTOCOL,
-    AgentBootstrap,
-    Body,
-    Envelope,
-    FromOutput,
-    Generation,
-    OutputEnvelope,
-    decode_envelope,
-    decode_output,
-    encode,
-)
+from phoenix_launch.bus.connection import CONTROL_QUEUE, OUTPUT_QUEUE
+from phoenix_launch.bus.keys import KeyPair
+from phoenix_launch.errors import PortInUseError, ProtocolError, StartError
+from phoenix_launch.messages import Body, decode_envelope
+from phoenix_launch.output_messages import FromOutput, decode_output
+from phoenix_launch.wire import JOINING, MAX_MESSAGE_BYTES, NO_GENERATION, PROTOCOL, Envelope, Generation, encode
 
-OUTPUT_QUEUE = 32  # chunks of at most 64 KiB at each end: what may be on its way to a slow terminal
-CONTROL_QUEUE = 2000
-LAST_OUTPUT_SECONDS = 0.5  # what is in a node's queue may take to the supervisor when the node leaves
 _CONNECTION_EVENTS = zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-
-
-class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A CURVE key pair, both halves Z85 (40 characters)."""
-
-    public: str
-    secret: str
-
-
-def new_key_pair() -> KeyPair:
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode(), secret.decode())
-
-
-def derived_key_pair(job_key: str, purpose: str) -> KeyPair:
-    """The key pair that every holder of PHOENIX_JOB_KEY can compute for a purpose ("supervisor", "join")."""
-    if len(job_key) < 32:
-        raise UsageError(
-            "PHOENIX_JOB_KEY is too short to protect a job",
-            hint="make one with `phoenix-run keygen`, give it to every host",
-        )
-    import hashlib
-    import hmac
-
-    from zmq.utils import z85
-
-    secret = z85.encode(hmac.digest(job_key.encode(), b"phoenix-run " + purpose.encode(), hashlib.sha256))
-    return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
 
 
 class PeerKind(enum.Enum):
@@ -87,7 +44,7 @@ class Peer:
 class Received:
     peer: Peer
     route: bytes  # where an answer goes; says nothing about who the peer is
-    envelope: Envelope
+    envelope: Envelope[Body]
 
 
 @dataclass(slots=True)
@@ -156,8 +113,6 @@ class SupervisorBus:
         `allowed`: who may already be waiting for this port to open, by key (libzmq never tries again once refused).
         Raises StartError when a port is in use or the address is not this machine's.
         """
-        from zmq.auth.thread import ThreadAuthenticator
-
         self.job = job
         self.keys = keys
         self.counters = BusCounters()
@@ -261,8 +216,6 @@ class SupervisorBus:
 
     def drain_monitor(self) -> None:
         """Take in what libzmq tells of connections that come and go."""
-        from zmq.utils.monitor import recv_monitor_message
-
         while self.monitor.poll(0):
             self.counters.connections[zmq.Event(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])] += 1
 
@@ -297,121 +250,3 @@ class SupervisorBus:
             socket.close(0)
         self._authenticator.stop()
         self.context.destroy(0)
-
-
-class _Client:
-    """A CURVE client socket with its own context; closing it leaves nothing behind."""
-
-    def __init__(self, kind: int, endpoint: str, server_key: str, keys: KeyPair, queue: int, events: int = 0) -> None:
-        self.endpoint = endpoint
-        self.context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self.context.socket(kind)
-        self.socket.curve_serverkey = server_key.encode()
-        self.socket.curve_publickey = keys.public.encode()
-        self.socket.curve_secretkey = keys.secret.encode()
-        self.socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self.socket.linger = 0
-        self.socket.ipv6 = "[" in endpoint
-        self.socket.reconnect_ivl = 50
-        self.socket.reconnect_ivl_max = 1000
-        self.socket.set_hwm(queue)
-        self.monitor: zmq.Socket[bytes] | None = self.socket.get_monitor_socket(events) if events else None
-        self.socket.connect(endpoint)
-
-    def close(self, linger: float = 0.0) -> None:
-        self.socket.close(int(linger * 1000))
-        self.context.term() if linger else self.context.destroy(0)
-
-
-class AgentLink(_Client):
-    """An agent's end of the control bus. `socket` is there to be polled."""
-
-    def __init__(self, bootstrap: AgentBootstrap) -> None:
-        keys = KeyPair(bootstrap.public_key, bootstrap.secret_key)
-        super().__init__(zmq.DEALER, bootstrap.control_endpoint, bootstrap.server_key, keys, CONTROL_QUEUE)
-        self.job = bootstrap.job
-        self.malformed = 0
-
-    def send(self, body: Body, generation: Generation) -> None:
-        """Never blocks: when the queue is full the message is dropped, the next report says the same anyway."""
-        try:
-            self.socket.send(encode(Envelope(PROTOCOL, self.job, generation, body)), zmq.NOBLOCK)
-        except zmq.Again:
-            return
-
-    def receive(self) -> Envelope | None:
-        """The next good message without waiting; None when there is none. Bad ones are counted and dropped."""
-        while True:
-            try:
-                return decode_envelope(self.socket.recv(zmq.NOBLOCK), self.job)
-            except zmq.Again:
-                return None
-            except ProtocolError:
-                self.malformed += 1
-
-
-class OutputSender(_Client):
-    """The output pump's end: carries workers' lines to the supervisor's console, blocking when that is slow."""
-
-    def __init__(self, bootstrap: AgentBootstrap) -> None:
-        keys = KeyPair(bootstrap.public_key, bootstrap.secret_key)
-        super().__init__(zmq.PUSH, bootstrap.output_endpoint, bootstrap.server_key, keys, OUTPUT_QUEUE)
-        self.job = bootstrap.job
-
-    def close(self, linger: float = LAST_OUTPUT_SECONDS) -> None:
-        super().close(linger)
-
-    def send(self, body: FromOutput, timeout: float) -> bool:
-        """False when the queue stayed full for `timeout` seconds."""
-        if not self.socket.poll(int(timeout * 1000), zmq.POLLOUT):
-            return False
-        try:
-            self.socket.send(encode(OutputEnvelope(PROTOCOL, self.job, body)), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-
-class ClientLink(_Client):
-    """A command's end (`status`, `stop`, `inject-fault`) and a joining host's: ask one thing, get one answer."""
-
-    def __init__(
-        self, job: str, endpoint: str, server_key: str, keys: KeyPair, timeout: float, events: int = 0
-    ) -> None:
-        """`events`: of the connection, which `monitor` then tells until `unwatch`."""
-        super().__init__(zmq.DEALER, endpoint, server_key, keys, CONTROL_QUEUE, events)
-        self.job = job
-        self.timeout = timeout
-
-    def unwatch(self) -> None:
-        """A monitor that nobody reads would block libzmq when it is full."""
-        if self.monitor is not None:
-            self.socket.disable_monitor()
-            self.monitor.close(0)
-            self.monitor = None
-
-    def ask(self, body: Body) -> Body:
-        """Raises PhoenixError when there is no answer within the timeout."""
-        self.say(body)
-        answer = self.listen(self.timeout)
-        if answer is None:
-            raise PhoenixError(
-                f"the supervisor of job {self.job} does not answer", hint="it may have ended: see `phoenix-run jobs`"
-            )
-        return answer
-
-    def say(self, body: Body) -> None:
-        """Never blocks. After a refusal (another job had the port, with another key) the next word tries anew."""
-        data = encode(Envelope(PROTOCOL, self.job, NO_GENERATION, body))
-        try:
-            self.socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            self.socket.disconnect(self.endpoint)  # without this, connecting again does nothing
-            self.socket.connect(self.endpoint)
-            self.socket.send(data, zmq.NOBLOCK)
-
-    def listen(self, timeout: float) -> Body | None:
-        """The next message within `timeout` seconds, else None."""
-        if not self.socket.poll(int(timeout * 1000)):
-            return None
-        return decode_envelope(self.socket.recv(zmq.NOBLOCK), self.job).body

@@ -1,0 +1,50 @@
+"""What commands (`status`, `stop`, `inject-fault`) and the supervisor say to each other; no more, they end in 0.2 s."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+
+from phoenix_launch.wire import Envelope, Message
+
+
+class DrillKind(enum.Enum):
+    KILL_WORKER = "kill-worker"
+    KILL_NODE = "kill-node"
+    KILL_AGENT = "kill-agent"
+
+
+class StatusRequest(Message, frozen=True):
+    pass
+
+
+class StatusReply(Message, frozen=True):
+    status: str  # JSON, the document of `status --json`
+
+
+class StopRequest(Message, frozen=True):
+    signal: int = 15
+
+
+class FaultRequest(Message, frozen=True):
+    """inject-fault: `node` is an index or a name, empty when `rank` is meant."""
+
+    kind: DrillKind
+    rank: int = -1
+    node: str = ""
+    dry_run: bool = False
+
+
+class Answer(Message, frozen=True):
+    """To a command that asked for something to be done."""
+
+    ok: bool
+    text: str = ""
+
+
+FromCommand = StatusRequest | StopRequest | FaultRequest
+ToCommand = StatusReply | Answer
+
+ANSWERS: Final = msgspec.msgpack.Decoder(Envelope[ToCommand])

@@ -1,0 +1,133 @@
+"""What the processes that hold the ranks have said, and what follows from that for a repair. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phoenix_launch.job.commit import Bundle
+from phoenix_launch.job.state import Ended, Holder, Rung, State
+from phoenix_launch.wire import NO_GENERATION
+
+
+def resilient(state: State) -> bool:
+    """Whether a fault is repaired rather than answered by a restart: all ranks have said that they can be."""
+    if state.rung is not Rung.START or state.swap is not None:
+        return True
+    places = state.places
+    return bool(places) and all(
+        (holder := state.holders.get(place.rank)) is not None and holder.runtime is not None for place in places
+    )
+
+
+def held(state: State, rank: int) -> bool:
+    holder = state.holders.get(rank)
+    return holder is not None and rank not in state.ended and state.members[holder.node].alive
+
+
+def lost(state: State) -> frozenset[int]:
+    """Ranks that no process holds any more, as far as is known."""
+    return frozenset(place.rank for place in state.places if not held(state, place.rank))
+
+
+def failed(state: State) -> list[Ended]:
+    """Ranks whose end is a fault, the earliest first."""
+    faults = [ended for ended in state.ended.values() if ended.report.code != 0 or too_early(state, ended)]
+    return sorted(faults, key=lambda ended: (ended.at, ended.rank))
+
+
+def too_early(state: State, ended: Ended) -> bool:
+    """It ended well in the middle of a job that has to have all its ranks: it did not wait for the others' end."""
+    if ended.report.code != 0 or not resilient(state) or all(p.rank in state.ended for p in state.places):
+        return False
+    holder = state.holders.get(ended.rank)
+    if holder is None:
+        return False
+    if holder.runtime is None:  # without a word: such a one is of no use to a swap, and else it may come to its end
+        return state.swap is not None and holder.born == state.generation
+    return not holder.runtime.leaving
+
+
+def all_leaving(state: State) -> bool:
+    """All scripts are over, so nobody's memory is needed any more."""
+    return bool(state.holders) and all(
+        (holder.runtime is not None and holder.runtime.leaving)
+        or (holder.rank in state.ended and state.ended[holder.rank].report.code == 0)
+        for holder in state.holders.values()
+    )
+
+
+def cannot_stay(holders: Iterable[Holder]) -> str:
+    """Why not all of these can be repaired in place; empty: as far as is known they can."""
+    for holder in holders:
+        if holder.runtime is not None and holder.runtime.outside:
+            return f"rank {holder.rank} cannot be repaired in place: {holder.runtime.outside}"
+        if holder.runtime is not None and holder.runtime.leaving:
+            return f"rank {holder.rank} is past its last step"
+    return ""
+
+
+def has_stepped(state: State, holder: Holder) -> bool:
+    """It has finished a step in this generation, so whatever began it has served its purpose."""
+    runtime = holder.runtime
+    return runtime is not None and (runtime.stepped == state.generation or runtime.complete > state.resume)
+
+
+def is_seasoned(holder: Holder) -> bool:
+    """It, or who held the rank before, has finished a step: from here on it can be repaired in place. (A step count comes with
+    heartbeats only, so the first step is said by itself.)"""
+    return holder.runtime is not None and (holder.step >= 1 or holder.runtime.stepped != NO_GENERATION)
+
+
+# --- in the generation that a swap began -----------------------------------------------------------------------------
+
+
+def survivors(state: State) -> list[Holder]:
+    """Those that a swap kept and that have to leave their step. Who has not said yet that it knows the runtime is in none."""
+    return [h for h in state.holders.values() if h.born < state.generation and h.runtime is not None]
+
+
+def has_aborted(state: State, holder: Holder) -> bool:
+    """No thread of it is in a collective any more."""
+    at = state.generation
+    return holder.runtime is not None and (holder.runtime.aborted >= at or has_joined(state, holder))
+
+
+def has_joined(state: State, holder: Holder) -> bool:
+    """It knows of this generation, and does nothing of an older one any more."""
+    return holder.runtime is not None and holder.runtime.joined == state.generation
+
+
+def has_restored(state: State, holder: Holder) -> bool:
+    return has_joined(state, holder) and holder.runtime is not None and holder.runtime.restored == state.generation
+
+
+def cannot_go_back(holder: Holder, version: int) -> bool:
+    """It offers a later version than the one at which all resume, and cannot repeat what lies between."""
+    runtime = holder.runtime
+    if runtime is None or runtime.live is None or runtime.live.version <= version:
+        return False
+    return not runtime.returns or runtime.live.version > version + 1
+
+
+def addresses(state: State) -> dict[int, str]:
+    """By rank, where its communicators of this generation are; empty until all have said."""
+    found = {
+        holder.rank: holder.runtime.address
+        for holder in state.holders.values()
+        if holder.runtime is not None and has_joined(state, holder) and holder.runtime.address
+    }
+    return found if len(found) == len(state.places) else {}
+
+
+def bundles(state: State) -> tuple[Bundle, ...]:
+    """The table of bundles, from what each rank says that it holds; empty when not all have said."""
+    holders: dict[str, list[int]] = {}
+    private: set[str] = set()
+    for place in state.places:
+        holder = state.holders.get(place.rank)
+        if holder is None or holder.runtime is None or not holder.runtime.holds:
+            return ()
+        private.add(holder.runtime.private)
+        for key in holder.runtime.holds:
+            holders.setdefault(key, []).append(place.rank)
+    return tuple(Bundle(key, tuple(ranks), private=key in private) for key, ranks in sorted(holders.items()))

@@ -1,0 +1,78 @@
+"""What a node has for workers that know the runtime: their lines to the agent, and the server that keeps their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from phoenix_launch.copies import SlotPeer
+from phoenix_launch.local_messages import SlotsKept
+from phoenix_launch.messages import NodePlan, RuntimeReport
+from phoenix_launch.node.checkpoint_link import CheckpointLink
+from phoenix_launch.node.plan_terms import SlotTerms, worker_plan
+from phoenix_launch.node.poll_loop import PollLoop
+from phoenix_launch.node.runtime_folder import LONGEST_NAME
+from phoenix_launch.node.state import NodeState
+from phoenix_launch.node.worker_links import WorkerLinks
+
+
+class RuntimeSupport:
+    """Nothing of it costs anything in a job whose workers do not know the runtime, but for a socket that listens."""
+
+    def __init__(
+        self,
+        loop: PollLoop,
+        node: int,
+        runtime: Path,
+        state: NodeState,
+        checkpoint: CheckpointLink,
+        remark: Callable[[str], None],
+    ) -> None:
+        """Listens for workers in the folder `runtime`. Raises OSError."""
+        self._node = node
+        self._state = state
+        self._checkpoint = checkpoint
+        self._links = WorkerLinks(loop, f"{runtime}{LONGEST_NAME}", state.workers, remark)
+        self._terms = SlotTerms(node)
+        self._wanted = False
+
+    def follow(self, plan: NodePlan) -> None:
+        """The node has a new plan."""
+        self._terms.follow(plan)
+        self._wanted = self._wanted or plan.ground is not None
+
+    def advance(self, environment: Callable[[], dict[str, str]]) -> None:
+        """Tell the checkpoint server and the workers what is new to them. `environment`: of the node's processes."""
+        self._links.forget_gone()
+        self._wanted = self._wanted or self._links.used
+        if not self._wanted:
+            return
+        self._checkpoint.want(environment)
+        pids = tuple(sorted(m.pid for m in self._state.workers() if m.alive and m.pid > 0))
+        rules = self._terms.rules(pids)
+        if rules is not None:
+            self._checkpoint.follow(rules)
+        plan, path = self._state.plan, self._checkpoint.path
+        self._links.tell(lambda member: worker_plan(plan, member, self._node, path))
+
+    def ended(self, key: int) -> None:
+        """This worker's process has ended."""
+        self._links.ended(key)
+
+    def said(self, key: int) -> RuntimeReport | None:
+        """What this worker says of itself; None: it does not know the runtime."""
+        return self._links.said(key)
+
+    @property
+    def kept(self) -> SlotsKept | None:
+        """What this node keeps; None: it has no checkpoint server."""
+        return self._checkpoint.kept
+
+    @property
+    def peer(self) -> SlotPeer | None:
+        """Where this node's checkpoint server is; None: it has none, or none yet."""
+        return self._checkpoint.peer
+
+    def close(self) -> None:
+        self._links.close()
+        self._checkpoint.close()

@@ -1,0 +1,121 @@
+"""The way back: a rank's bundles from slots into the objects of its TrainState, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phoenix_launch.checkpoint.client import SlotsLink
+from phoenix_launch.checkpoint.layout import Tensor as Row
+from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.checkpoint.slots import SlotReader
+from phoenix_launch.copies import Source, SourceKind, Stamp
+from phoenix_runtime.adapters.optimizers import OptimizerPart
+from phoenix_runtime.checkpoint.bundles import LIKE_PARAMETER, ON_CPU, Bundle, bundled, private_bundle, state_name
+from phoenix_runtime.checkpoint.memory import load, local, type_of
+from phoenix_runtime.checkpoint.private import Private, decoded
+from phoenix_runtime.errors import ScriptError
+from phoenix_runtime.state import TrainState
+
+_SLOTS = (SourceKind.OWN_NODE, SourceKind.OTHER_NODE)
+
+
+def restore(
+    state: TrainState, sources: Iterable[Source], stamp: Stamp, link: SlotsLink, *, rank: int, world: int
+) -> Private | None:
+    """Load every bundle that is not ITSELF. Main thread; `link` is the caller's, with its generation set.
+
+    Returns the private bundle when it was among them: the caller gives its `captured` to `state.restore`, after this.
+
+    Raises:
+        OSError: the checkpoint server is gone.
+        SlotRefusedError: it does not have a copy that it was said to have.
+        ScriptError: the script built something else here than what was copied.
+    """
+    private: Private | None = None
+    here = {bundle.key: bundle for bundle in bundled(state, rank, world)}
+    places = _Places(state)
+    for source in sources:
+        if source.kind is SourceKind.ITSELF:
+            continue
+        if source.kind not in _SLOTS:
+            raise SlotRefusedError(
+                f"bundle {source.bundle!r} would have to come from rank {source.holder}, not from a slot"
+            )
+        node = source.node if source.kind is SourceKind.OTHER_NODE else -1
+        with closing(link.read(source.bundle, stamp, node)) as reader:
+            if source.bundle == private_bundle(rank).key:
+                private = decoded(reader, state)
+            else:
+                places.take(reader, here.get(source.bundle))
+            if not reader.still_sealed():
+                raise SlotRefusedError(f"version {stamp.version} of bundle {source.bundle!r} was overwritten meanwhile")
+    return private
+
+
+class _Places:
+    """Where a tensor goes, by its name in a table; what an optimizer has not made yet is made here."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._parameters: dict[str, Tensor] = dict(state.parameters())
+        known = {id(parameter) for parameter in self._parameters.values()}
+        self._parameters.update((name, it) for name, it in state.optimized_parameters() if id(it) not in known)
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._states: dict[str, tuple[OptimizerPart, Tensor]] = {}
+        for optimizer, part in state.optimizer_parts():
+            for index, parameter in enumerate(part.parameters()):
+                prefix = state_name(optimizer, names.get(id(parameter), str(index)), "")
+                self._states[prefix] = (part, parameter)
+
+    def take(self, reader: SlotReader, present: Bundle | None) -> None:
+        """Everything of one bundle, bit for bit; optimizer state that is not in it goes."""
+        rows = {row.name: row for row in reader.layout.tensors}
+        for name in [name for name, _ in present.tensors if name not in rows] if present is not None else []:
+            self._drop(name)
+        for row in reader.layout.tensors:
+            part = local(self._parameters[row.name] if row.name in self._parameters else self._state(row))
+            if tuple(part.shape) != row.shape or part.dtype != type_of(row.dtype):
+                raise ScriptError(
+                    f"{row.name} is {part.dtype}{list(part.shape)} here and was copied as {row.dtype}{list(row.shape)}",
+                    hint="build the same model and optimizer in every process before the first step",
+                )
+            load(reader.tensor(row), part.detach())
+
+    def _owner(self, name: str) -> tuple[OptimizerPart, Tensor, str]:
+        prefix, _, key = name.rpartition("].")
+        found = self._states.get(f"{prefix}]")
+        if found is None:
+            raise ScriptError(
+                f"{name} is not both in the copy of the training state and in what the script has built here",
+                hint="build the same model and optimizer in every process before the first step",
+            )
+        return (*found, key)
+
+    def _state(self, row: Row) -> Tensor:
+        """A piece of an optimizer's state; one that is missing is made as the optimizer itself would make it."""
+        part, parameter, key = self._owner(row.name)
+        entry = part.stepping.state[parameter]
+        tensor = entry.get(key)
+        kind = type_of(row.dtype)
+        if isinstance(tensor, Tensor) and tuple(local(tensor).shape) == row.shape and tensor.dtype == kind:
+            return tensor
+        device = torch.device("cpu") if row.dtype.endswith(ON_CPU) else parameter.device
+        if row.dtype.endswith(LIKE_PARAMETER):
+            made = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
+        elif not isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape:
+            made = torch.zeros_like(parameter, dtype=kind, device=device, requires_grad=False)
+        else:
+            made = torch.zeros(row.shape, dtype=kind, device=device)
+        entry[key] = made
+        return made
+
+    def _drop(self, name: str) -> None:
+        part, parameter, key = self._owner(name)
+        entry = part.stepping.state[parameter]
+        entry.pop(key, None)
+        if not entry:
+            del part.stepping.state[parameter]

@@ -1,0 +1,47 @@
+"""Places in the code where a test can make a process die: by where it is, not by when.
+
+`PHOENIX_FAULTS="FOLDER:POINT,RANK,STEP;POINT,RANK,STEP..."` arms them. A fault happens once a job, whoever holds the rank by
+then: its file in the folder says that it has happened. Unarmed, a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Final
+
+VARIABLE: Final = "PHOENIX_FAULTS"
+
+
+class FaultPoints:
+    """Those of this process. `step`: completed steps, kept up to date by the loop."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._folder = ""
+        self._armed: dict[str, set[int]] = {}
+
+    def arm(self, text: str, rank: str) -> None:
+        """Once this process knows its rank (it may have been forked from one that had loaded this)."""
+        self._folder, _, faults = text.partition(":")
+        self._armed = {}
+        for fault in filter(None, faults.split(";")):
+            point, whose, step = fault.split(",")
+            if whose == rank:
+                self._armed.setdefault(point, set()).add(int(step))
+
+    def reached(self, point: str) -> None:
+        """Die here, by SIGKILL, if a fault is armed for this point and step and has not happened yet."""
+        if self._armed and self.step in self._armed.get(point, ()):
+            self._happen(point)
+
+    def _happen(self, point: str) -> None:
+        name = f"{point}.{os.environ.get('RANK', '0')}.{self.step}"
+        try:
+            os.close(os.open(os.path.join(self._folder, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULT_POINTS: Final = FaultPoints()

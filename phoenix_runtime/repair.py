@@ -1,0 +1,395 @@
+"""How a process of a job that can be repaired goes through its steps, and through a swap: the loop's Repair under phoenix-run.
+
+Everything here happens on the script's main thread, but for `outside`, which holds whichever thread is in a collective that
+nobody would run again. In a swap a survivor leaves its step, restores what it lacks, connects its communicators anew and goes
+on; a replacement comes in at the same point, after it has run the script's start alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from phoenix_launch.checkpoint.client import SlotsLink
+from phoenix_launch.copies import Source, SourceKind, Stamp
+from phoenix_launch.local_messages import WorkerPlan
+from phoenix_launch.messages import PlanPhase
+from phoenix_launch.timeouts import timeout
+from phoenix_launch.wire import Generation
+from phoenix_runtime import link
+from phoenix_runtime.checkpoint import bundles, restore
+from phoenix_runtime.checkpoint.copier import Copier, Footing
+from phoenix_runtime.checkpoint.private import Private
+from phoenix_runtime.communicators.backend import PhoenixBackend
+from phoenix_runtime.communicators.gate import StepAborted
+from phoenix_runtime.communicators.recording import Recorder
+from phoenix_runtime.communicators.shadow import Shadow
+from phoenix_runtime.control import AgentGoneError, Control, SupersededError
+from phoenix_runtime.errors import ScriptError
+from phoenix_runtime.fault_points import FAULT_POINTS
+from phoenix_runtime.loop import Promoted
+from phoenix_runtime.state import Captured, TrainState
+
+LARGEST_RESULT: Final = 1 << 20  # bytes of a section's result that are kept for a replacement
+_RESULTS: Final = "sections"  # in Private.more: what sections returned since the last step, as (name, pickle)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What must not change between two steps if the first of them is to be run again without what came between.
+
+    `versions`: how often each tensor was changed in place; `communicated`: operations outside of steps so far.
+    """
+
+    step: int
+    versions: tuple[int, ...]
+    communicated: int
+
+    @classmethod
+    def seen(cls, step: int, held: Iterable[bundles.Bundle], backend: PhoenixBackend) -> _Left:
+        versions = tuple([tensor._version for bundle in held for _, tensor in bundle.tensors])
+        return cls(step, versions, backend.gate.between)
+
+
+class Swaps:
+    """One a process. `rank`, `world`: of the job; `check`: the loop's, which raises when the step cannot be finished."""
+
+    repairs = True
+
+    def __init__(
+        self,
+        backend: PhoenixBackend,
+        control: Control,
+        copier: Copier,
+        *,
+        rank: int,
+        world: int,
+        check: Callable[[], None],
+    ) -> None:
+        self._backend, self._control, self._copier = backend, control, copier
+        self._rank, self._world, self._check = rank, world, check
+        self.generation = control.plan.generation  # whose communicators this process has; a replacement: will have
+        self._stamp: Stamp | None = None  # of the state at the entry of the step under way, None: of no version
+        self._captured: Captured | None = None  # its private bundle
+        self._startup = b""  # the startup record, once it is final
+        self._results: list[tuple[str, bytes]] = []
+        self._inherited: deque[tuple[str, bytes]] = deque()  # results of sections that a replacement passes
+        self._said_holds = False
+        self._copies = True  # in memory
+        self._left: _Left | None = None  # by the step that was finished last
+        self._returns = False  # the step before the one under way can be run again in place
+        self._state: TrainState | None = None  # the one that steps are run with
+        self.callbacks: list[Callable[[], None]] = []  # on_swap
+
+    @property
+    def alone(self) -> bool:
+        return self._backend.alone
+
+    # --- the loop's questions, in a job that is well -----------------------------------------------------------------
+
+    def recall(self, state: TrainState) -> None:
+        """A replacement's script finds the state as it was, and with it the step at which its loop begins."""
+        if self.alone or self._starts_from_slots:
+            self._load(state)
+            link.report(step=state.step)
+
+    def begin(self, state: TrainState) -> None:
+        """What the script did since it made the state is undone: it did so before its predecessor's first step, too."""
+        self._state = state
+        shadow = self._backend.startup
+        if isinstance(shadow, Shadow):
+            if not shadow.first_step_differs:
+                shadow.enter_step()
+                _put_back(state, self._come_in(state))
+            return
+        if self._starts_from_slots:
+            self._load(state)
+        try:
+            self._resume(self._control.wait_for(_can_copy, timeout("copies_ready")), state.step)
+        except TimeoutError:
+            self._copies = False
+            link.remark("not all nodes can keep copies in memory: a failure starts the script again")
+            self._control.report(outside="not all nodes can keep copies in memory")
+
+    def entered(
+        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
+    ) -> None:
+        if self._state is not None and state is not self._state:
+            raise ScriptError(
+                "run_step was called with a second TrainState",
+                hint="put everything that training changes into one TrainState",
+            )
+        FAULT_POINTS.step = state.step
+        FAULT_POINTS.reached("entry")
+        startup = self._backend.startup
+        if isinstance(startup, Shadow):
+            startup.enter_step()
+            return
+        if isinstance(startup, Recorder):
+            startup.enter_step(state.step)
+        if self._stamp is None or self._stamp.version != state.step:
+            self._stamp = Stamp(self.generation, state.step)
+        self._captured = captured
+        held = bundles.bundled(state, self._rank, self._world)
+        if not again:
+            self._returns = self._left is not None and self._left == _Left.seen(state.step, held, self._backend)
+        if not self._said_holds:
+            private = bundles.private_bundle(self._rank).key
+            self._control.report(holds=(*(bundle.key for bundle in held), private), private=private)
+            self._said_holds = True
+            self._backend.late = self._late_group
+        if not self._copies or not step:  # a section's entry is of no version: the step's own entry comes after it
+            return
+        more: dict[str, Any] = {_RESULTS: list(self._results)} if self._results else {}
+        self._copier.begin(self._stamp, held, Private(captured, state.step, self._record(), more))
+
+    def before_optimizer(self, state: TrainState) -> None:
+        FAULT_POINTS.reached("before-optimizer")
+        if self.alone:
+            raise StepAborted("the step was run alone")
+        if self._copies:
+            self._copier.wait(self._check)
+        self._results = []
+        FAULT_POINTS.reached("optimizer")
+
+    def finished(self, state: TrainState) -> None:
+        FAULT_POINTS.reached("finished")
+        if self._control.said.stepped != self.generation:
+            self._control.report(stepped=self.generation)
+        self._left = _Left.seen(state.step, bundles.bundled(state, self._rank, self._world), self._backend)
+
+    def passed(self, name: str) -> tuple[object] | None:
+        if not self._inherited:
+            return None
+        known, value = self._inherited.popleft()
+        if known != name:
+            raise ScriptError(
+                f"this process replaces one that passed the section {known!r} here, but comes to {name!r}",
+                hint="a script has to pass the same sections in every process of a rank",
+            )
+        return (pickle.loads(value),)
+
+    def section_ended(self, name: str, value: object) -> None:
+        self._left = None
+        try:
+            kept = pickle.dumps(value)
+        except Exception as error:  # whatever a result's own code raises
+            raise ScriptError(
+                f"what the section {name!r} returns cannot be kept: {error}",
+                hint="return plain values, for they have to reach a process that takes this one's place",
+            ) from None
+        if len(kept) > LARGEST_RESULT:
+            link.remark(f"the result of section {name!r} has {len(kept)} bytes, too many to be kept for a replacement")
+            return
+        self._results.append((name, kept))
+
+    # --- a swap ------------------------------------------------------------------------------------------------------
+
+    def repair(self, state: TrainState, reason: BaseException, *, dirty: bool) -> Captured | None:
+        if isinstance(reason, Promoted):
+            return self._come_in(state)
+        if dirty:
+            self._stamp = self._captured = None
+        entry = self._captured
+        while True:
+            try:
+                self._swap(state, self._await_notice(reason))
+                break
+            except SupersededError:
+                continue
+        for callback in self.callbacks:
+            callback()
+        return None if self._captured is entry else self._captured
+
+    def _await_notice(self, reason: BaseException) -> Generation:
+        """The generation that begins. A collective may fail before its cause is known here; without a cause it is an error."""
+        own = self.generation
+        try:
+            return self._control.wait_for(lambda plan: plan.generation > own, timeout("notice")).generation
+        except TimeoutError:
+            self._backend.gate.reopen()
+            raise reason from None
+
+    def _come_in(self, state: TrainState) -> Captured:
+        """A replacement, which was alone so far, joins the others."""
+        self._stamp = self._captured = None
+        while self._captured is None or self.alone:
+            try:
+                self._swap(state, self._control.plan.generation)
+            except SupersededError:
+                continue
+        self._inherited.clear()
+        return self._captured
+
+    def _swap(self, state: TrainState, generation: Generation) -> None:
+        """Go through this generation's swap to its end. Raises SupersededError as soon as there is a later one."""
+        control = self._control
+        control.wait_in(generation, lambda plan: control.said.aborted == generation or self.alone)
+        control.report(joined=generation, live=self._stamp, address="", returns=self._returns)
+        construction = self._backend.construct(lambda addresses: control.report(address=_packed(addresses)))
+        try:
+            FAULT_POINTS.reached("joined")
+            plan = control.wait_in(generation, _has_stamp)
+            self._restore(state, plan)
+            FAULT_POINTS.reached("restored")
+            plan = control.wait_in(generation, lambda plan: _has_stamp(plan) and bool(plan.resumption.addresses))  # type: ignore[union-attr]
+            assert plan.resumption is not None
+            for address in plan.resumption.addresses.values():
+                construction.deliver(_unpacked(address))
+            construction.wait(timeout("rebuild"))
+            self._resume(plan, plan.resumption.stamp.version)  # type: ignore[union-attr]
+            control.exchange(generation, lambda: self._backend.adopt(construction, timeout("rebuild")))
+            self.generation = generation
+            control.report(restored=generation)
+            FAULT_POINTS.reached("connected")
+            control.wait_in(generation, lambda plan: plan.phase is PlanPhase.RUN)
+        except SupersededError:
+            construction.abandon()
+            raise
+        except Exception:
+            construction.abandon()
+            self._outlive(generation)
+            raise
+
+    def _outlive(self, generation: Generation) -> None:
+        """Communicators that cannot be built mean, nearly always, that another process has just died: wait for that word."""
+        try:
+            self._control.wait_for(lambda plan: plan.generation > generation, timeout("notice"))
+        except TimeoutError:
+            return
+        raise SupersededError
+
+    # --- versions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _starts_from_slots(self) -> bool:
+        """All processes are new, and load what their predecessors have left in the slots."""
+        plan = self._control.plan
+        return self._stamp is None and plan.phase is PlanPhase.RUN and _has_stamp(plan)
+
+    def _load(self, state: TrainState) -> None:
+        """Bring the state to the version at which the generation resumes."""
+        while True:
+            generation = self._control.plan.generation
+            try:
+                self._restore(state, self._control.wait_in(generation, _has_stamp))
+            except SupersededError:
+                continue
+            assert self._captured is not None
+            _put_back(state, self._captured)
+            if self.alone:
+                self._stamp = None  # it is brought there once more, right before it joins the others
+            return
+
+    def _restore(self, state: TrainState, plan: WorkerPlan) -> None:
+        """Load what this rank does not hold. Afterwards its parameters and optimizer state are of the plan's version."""
+        assert plan.resumption is not None and plan.resumption.stamp is not None
+        stamp = plan.resumption.stamp
+        if all(source.kind is SourceKind.ITSELF for source in plan.sources):
+            return
+        self._stamp = self._captured = None
+        private = self._from_slots(plan, lambda slots: restore.restore(
+            state, plan.sources, stamp, slots, rank=self._rank, world=self._world
+        ))  # fmt: skip
+        if private is None:
+            raise RuntimeError(f"the plan names no copy of the private bundle of rank {self._rank}")
+        self._stamp, self._captured = stamp, private.captured
+        self._results = list(private.more.get(_RESULTS, ()))
+        self._startup = private.startup
+        if self.alone:
+            self._inherited = deque(self._results)
+
+    def _from_slots(self, plan: WorkerPlan, load: Callable[[SlotsLink], Private | None]) -> Private | None:
+        slots = open_slots(plan)
+        try:
+            return load(slots)
+        finally:
+            slots.close()
+
+    def _resume(self, plan: WorkerPlan, version: int) -> None:
+        assert plan.ground is not None
+        self._copier.resume(Footing(plan.generation, plan.ground, version, plan.slots))
+
+    def _record(self) -> bytes:
+        startup = self._backend.startup
+        if self._startup or not isinstance(startup, Recorder):
+            return self._startup
+        record = startup.record.to_bytes()
+        if startup.over:
+            self._startup = record
+        return record
+
+    # --- what cannot be repeated -------------------------------------------------------------------------------------
+
+    def outside(self, error: BaseException) -> None:
+        """A collective outside of a step failed. If that is the job's fault this never returns: the process is replaced."""
+        own = self.generation
+        try:
+            self._control.wait_for(lambda plan: plan.generation > own, timeout("notice"))
+        except TimeoutError:
+            return
+        self._control.report(outside="it was in a collective outside of run_step and run_section")
+        threading.Event().wait()
+
+    def _late_group(self, name: str) -> None:
+        """A replacement, which runs the script's start only, would not have this group."""
+        if not self._control.said.outside:
+            link.remark(
+                f"the process group {name} was made after the first step: from now on a failure starts all processes again"
+            )
+            self._control.report(outside="it made a process group after its first step")
+
+    def leave(self) -> None:
+        """The script is over: wait for all others."""
+        self._control.report(leaving=True)
+        with contextlib.suppress(AgentGoneError):
+            self._control.wait_for(lambda plan: plan.leave)
+        self._copier.end()
+
+
+def open_slots(plan: WorkerPlan) -> SlotsLink:
+    """A connection to the node's checkpoint server, for reading. Raises OSError."""
+    slots = SlotsLink(plan.slots, os.environ["PHOENIX_JOB"], plan.node)
+    slots.generation = plan.generation
+    return slots
+
+
+def private_source(plan: WorkerPlan, rank: int) -> Source:
+    """Where this rank's private bundle is. Raises RuntimeError when the plan does not say."""
+    key = bundles.private_bundle(rank).key
+    for source in plan.sources:
+        if source.bundle == key:
+            return source
+    raise RuntimeError(f"the plan names no copy of the private bundle of rank {rank}")
+
+
+def _put_back(state: TrainState, captured: Captured) -> None:
+    state.reset_gradients(captured)
+    state.restore(captured)
+
+
+def _can_copy(plan: WorkerPlan) -> bool:
+    if plan.ground is None or not plan.slots:
+        return False
+    return set(plan.ground.places.values()) <= {server.node for server in plan.ground.servers}
+
+
+def _has_stamp(plan: WorkerPlan) -> bool:
+    return plan.resumption is not None and plan.resumption.stamp is not None
+
+
+def _packed(addresses: Mapping[str, bytes]) -> str:
+    return base64.b85encode(msgspec.msgpack.encode(dict(addresses))).decode()
+
+
+def _unpacked(text: str) -> dict[str, bytes]:
+    return msgspec.msgpack.decode(base64.b85decode(text), type=dict[str, bytes])

@@ -1,0 +1,43 @@
+"""What single ranks decide to copy is, all together, what the commit rule's plan says."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phoenix_launch.job import commit
+from phoenix_launch.messages import Ground
+from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Ground, list[commit.Bundle]]:
+    nodes = draw(st.permutations(range(draw(st.integers(1, 5)))))
+    ranks = range(draw(st.integers(1, 8)))
+    places = {rank: draw(st.sampled_from(nodes)) for rank in ranks}
+    inhabited = [node for node in nodes if node in places.values()]
+    domains = tuple((node, draw(st.sampled_from("abc"))) for node in inhabited)
+    sets = draw(st.sets(st.frozensets(st.sampled_from(ranks), min_size=1), max_size=6))
+    table = [commit.Bundle(str(sorted(holders)), tuple(sorted(holders))) for holders in sets]
+    table += [commit.Bundle(f"private {rank}", (rank,), private=True) for rank in ranks]
+    return Ground(places, domains, ()), table
+
+
+@given(jobs())
+def test_all_ranks_together_fill_the_whole_plan_each_copy_once(job: tuple[Ground, list[commit.Bundle]]) -> None:
+    ground, table = job
+    found: list[commit.Copy] = []
+    for rank, node in ground.places.items():
+        for copy in copies_of(rank, [bundle for bundle in table if rank in bundle.holders], ground):
+            found.append(commit.Copy(copy.bundle, node, node))
+            found.extend(commit.Copy(copy.bundle, replica, node) for replica in copy.replicas)
+    assert sorted(found) == sorted(commit.copy_plan(table, ground.places, dict(ground.domains)).copies)
+
+
+def test_the_first_rank_of_each_node_fills_what_its_node_holds() -> None:
+    ground = Ground({0: 0, 1: 0, 2: 1, 3: 1}, ((0, "a"), (1, "b")), ())
+    everywhere = commit.Bundle("ranks 0-3", (0, 1, 2, 3))
+    alone = {rank: commit.Bundle(f"private {rank}", (rank,), private=True) for rank in range(4)}
+    assert copies_of(0, [everywhere, alone[0]], ground) == (OwnCopy("ranks 0-3"), OwnCopy("private 0", (1,)))
+    assert copies_of(1, [everywhere, alone[1]], ground) == (OwnCopy("private 1", (1,)),)
+    assert copies_of(2, [everywhere, alone[2]], ground) == (OwnCopy("ranks 0-3"), OwnCopy("private 2", (0,)))

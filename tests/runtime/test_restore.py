@@ -1,0 +1,276 @@
+"""What is restored from slots goes on bit for bit: in new processes, and in an old one that goes back to an older version."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from checkpoint_nodes import G1, JOB, CheckpointNode
+from torch import Tensor, nn
+
+from phoenix_launch.checkpoint.client import SlotsLink
+from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.copies import Source, SourceKind, Stamp
+from phoenix_launch.messages import Ground
+from phoenix_runtime import ScriptError, TrainState
+from phoenix_runtime.checkpoint.bundles import bundled, private_bundle
+from phoenix_runtime.checkpoint.copier import Copier, Footing
+from phoenix_runtime.checkpoint.private import Private
+from phoenix_runtime.checkpoint.restore import restore
+from phoenix_runtime.communicators.gate import Gate
+
+FOLDER: Final = Path(__file__).parent
+EARLY: Final = ("fsdp early", "zero early")
+INTERRUPTED: Final = "interrupted"
+TIMEOUT: Final = 280.0
+
+# --- whole ranks -----------------------------------------------------------------------------------------------------
+
+
+def kinds() -> list[str]:
+    """Read, not imported, as in test_repeated_steps.py."""
+    for statement in ast.parse((FOLDER / "small_models.py").read_text()).body:
+        if isinstance(statement, ast.AnnAssign) and getattr(statement.target, "id", "") == "MODELS":
+            assert isinstance(statement.value, ast.Dict)
+            return [ast.literal_eval(key) for key in statement.value.keys if key is not None]
+    raise AssertionError("small_models.py has no MODELS")
+
+
+def parameters() -> list[Any]:
+    """Variants whose state looks like another kind's are run by hand."""
+    variants = {
+        "ddp",
+        "ddp bucket view",
+        "ddp accumulating",
+        "fsdp",
+        "fsdp unresharded",
+        "fsdp mixed",
+        "tp",
+        "gpipe",
+        "1f1b",
+    }
+    names = [*kinds(), *EARLY]
+    return [pytest.param(kind, marks=[pytest.mark.slow] if kind in variants else []) for kind in names]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """All jobs are forked from one process, in which torch is loaded."""
+    selected = [item.callspec.params.get("kind") for item in request.session.items if hasattr(item, "callspec")]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH_", "GLOO_"))}
+    paths = [str(FOLDER), str(FOLDER.parent / "checkpoint"), environment.get("PYTHONPATH", "")]
+    chosen = [kind for kind in [*kinds(), *EARLY, INTERRUPTED] if kind in selected]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(FOLDER / "copied_ranks.py"), *chosen],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines, done.stderr[-3000:]
+    return {line["kind"]: line for line in lines}
+
+
+@pytest.mark.timeout(TIMEOUT + 20)
+@pytest.mark.parametrize("kind", parameters())
+def test_new_processes_go_on_from_the_slots_bit_for_bit(found: dict[str, dict[str, Any]], kind: str) -> None:
+    job = found[kind]
+    assert "error" not in job, job["error"]
+    assert job["resumed"] == job["calm"]
+    assert len(set(job["calm"])) > 1, "each rank has something of its own: random numbers, shards, buffers"
+    assert job["at"] == (0 if kind in EARLY else 2)  # the newest that was begun before the loss
+    assert job["complete after"] == [4] * 4
+    assert not job["words"]
+
+
+@pytest.mark.timeout(TIMEOUT + 20)
+@pytest.mark.parametrize("kind", [INTERRUPTED])
+def test_a_round_that_is_broken_off_holds_nobody_and_the_next_generation_copies_on(
+    found: dict[str, dict[str, Any]], kind: str
+) -> None:
+    job = found[kind]
+    assert "error" not in job, job["error"]
+    assert job["resumed"] == job["calm"]
+    assert job["complete after"] == [4] * 4
+    assert job["left within"] < 2.0
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 2)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.drop(torch.relu(self.first(x))))
+        return found
+
+
+class Rank:
+    """The only rank of a job, with copies of the versions that `step` is told to copy."""
+
+    def __init__(
+        self,
+        node: CheckpointNode,
+        make: Callable[[nn.Module], torch.optim.Optimizer],
+        seed: int = 0,
+        change: Callable[[nn.Module], None] = lambda model: None,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.node, self.model = node, Model()
+        change(self.model)
+        self.optimizer = make(self.model)
+        self.state = TrainState(model=self.model, optimizer=self.optimizer)
+        self.copier = Copier(JOB, 0, Gate(), None)
+        self.copier.resume(Footing(G1, Ground({0: 0}, ((0, "a"),), (node.peer,)), 0, node.path))
+
+    def step(self) -> None:
+        captured, version = self.state.capture(), self.state.step
+        self.copier.begin(Stamp(G1, version), bundled(self.state, 0, 1), Private(captured, version))
+        self.copier.wait(lambda: None)
+        self.optimizer.zero_grad()
+        (self.model(torch.ones(3, 6)) ** 2).mean().backward()
+        self.optimizer.step()
+        self.state.step += 1
+
+    def restore(self, version: int, kind: SourceKind = SourceKind.OWN_NODE) -> None:
+        sources = [Source(bundle.key, kind, 0) for bundle in bundled(self.state, 0, 1)]
+        sources.append(Source(private_bundle(0).key, kind, 0))
+        link = SlotsLink(self.node.path, JOB, 0)
+        link.generation = G1
+        try:
+            private = restore(self.state, sources, Stamp(G1, version), link, rank=0, world=1)
+        finally:
+            link.close()
+        if private is not None:
+            assert private.step == version
+            self.state.restore(private.captured)
+
+    def bits(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: it.tolist() for name, it in self.model.named_parameters()}
+        for index, parameter in enumerate(self.model.parameters()):
+            for key, item in self.optimizer.state.get(parameter, {}).items():
+                found[f"{index}.{key}"] = item.tolist() if isinstance(item, Tensor) else repr(item)
+        return found
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True)
+
+
+MAKES: Final[dict[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "adam": adam,
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "plain": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "numbers": lambda model: torch.optim.ASGD(model.parameters(), lr=0.1),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.1),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+}
+
+
+@pytest.fixture
+def rank_with(start_node: Callable[[int], CheckpointNode]) -> Any:
+    node = start_node(0)
+    node.follow(G1)
+    ranks: list[Rank] = []
+
+    def make(name: str = "adam", **options: Any) -> Rank:
+        ranks.append(Rank(node, MAKES[name], **options))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.copier.end()
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_new_process_has_the_same_optimizer_state(rank_with: Callable[..., Rank], name: str) -> None:
+    rank = rank_with(name)
+    rank.step()
+    rank.step()
+    expected = rank.bits()
+    rank.step()  # copies what was expected at its entry
+    again = rank_with(name, seed=1)
+    again.restore(2)
+    assert again.bits() == expected and again.state.step == 2
+    again.step()
+    assert again.bits() == rank.bits()
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "numbers"])
+def test_a_process_that_is_ahead_goes_back_to_before_its_optimizer_had_a_state(
+    rank_with: Callable[..., Rank], name: str
+) -> None:
+    rank = rank_with(name)
+    before = rank.bits()
+    rank.step()
+    after = rank.bits()
+    weights = list(rank.model.parameters())
+    rank.restore(0)
+    assert rank.bits() == before
+    assert not rank.optimizer.state
+    assert all(one is other for one, other in zip(weights, rank.model.parameters(), strict=True))
+    rank.copier.resume(Footing(G1, Ground({0: 0}, ((0, "a"),), (rank.node.peer,)), 0, rank.node.path))
+    rank.step()
+    assert rank.bits() == after
+
+
+def test_what_a_rank_holds_itself_is_not_touched(rank_with: Callable[..., Rank]) -> None:
+    rank = rank_with()
+    rank.step()
+    bits = rank.bits()
+    rank.restore(0, SourceKind.ITSELF)
+    assert rank.bits() == bits
+
+
+def test_a_bundle_that_only_another_process_holds_is_refused(rank_with: Callable[..., Rank]) -> None:
+    rank = rank_with()
+    rank.step()
+    with pytest.raises(SlotRefusedError, match="from rank"):
+        rank.restore(0, SourceKind.HOLDER)
+
+
+def test_a_version_that_is_not_there_is_refused(rank_with: Callable[..., Rank]) -> None:
+    rank = rank_with()
+    rank.step()
+    with pytest.raises(SlotRefusedError, match="does not keep it"):
+        rank.restore(7)
+
+
+def test_another_model_than_was_copied_is_named(rank_with: Callable[..., Rank]) -> None:
+    rank = rank_with()
+    rank.step()
+    rank.step()
+    for change, words in (
+        (lambda model: setattr(model, "second", nn.Linear(5, 3)), r"model\.second\.weight is .*\[3, 5\] here"),
+        (lambda model: setattr(model, "third", nn.Linear(1, 1)), r"model\.third\.weight is not both"),
+        (lambda model: delattr(model, "second"), r"model\.second\.weight is not both"),
+    ):
+        again = rank_with(change=change)
+        with pytest.raises(ScriptError, match=words):
+            again.restore(1)
+
+
+def test_memory_that_is_not_contiguous_keeps_its_order(rank_with: Callable[..., Rank]) -> None:
+    def turn(model: nn.Module) -> None:
+        model.first.weight.data = torch.rand(6, 5).t()
+
+    rank = rank_with(seed=3, change=turn)
+    expected = rank.bits()
+    rank.step()
+    again = rank_with(seed=4, change=turn)
+    again.restore(0)
+    assert again.bits() == expected and again.model.first.weight.stride() == (1, 5)
