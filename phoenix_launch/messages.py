@@ -79,6 +79,7 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     returns: bool = False  # it can go back in place to the version before the one it offers
     outside: str = ""  # why it cannot be repaired in place, whatever comes: a collective outside of a step was aborted
     leaving: bool = False  # its script is over, it waits for the others
+    finished: int = -1  # steps that it has finished then
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +90,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int = -1  # from the progress page, -1: unknown
     exit: ExitReport | None = None
     runtime: RuntimeReport | None = None
+    inside: int = -1  # the step that run_step is in, from 1, -1: none; from the progress page
 
 
 class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

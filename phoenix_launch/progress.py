@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 PAGE_BYTES: Final = 4096
-LAYOUT: Final = 2  # at offset 0, so that two versions of us never misread each other
+LAYOUT: Final = 3  # at offset 0, so that two versions of us never misread each other
 
 # 64-bit words, each stored by one aligned store; the words after them up to PAGE_BYTES are reserved.
-_LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS, _COMPLETE = range(7)
+_LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS, _COMPLETE, _INSIDE = range(8)
 _READ_TRIES: Final = 100
 
 
@@ -34,6 +34,7 @@ class Progress:
     tokens: int = 0
     reports: int = 0
     complete: int = -1  # the newest version all copies of which are sealed, -1: unknown; of another thread's making
+    inside: int = -1  # the step that run_step is in, counted from 1, -1: none
 
 
 class ProgressPage:
@@ -61,7 +62,7 @@ class ProgressPage:
             os.close(descriptor)
             raise
         page._write(Progress())
-        page._signed[_COMPLETE] = -1
+        page._signed[_COMPLETE] = page._signed[_INSIDE] = -1
         page._signed[_SEQUENCE] = 0
         page._signed[_LAYOUT] = LAYOUT
         return descriptor, page
@@ -82,7 +83,7 @@ class ProgressPage:
         return page
 
     def write(self, progress: Progress) -> None:
-        """Store a report; its `reports` is counted here, its `complete` is not taken over: see `write_complete`."""
+        """Store a report; its `reports` is counted here, its `complete` and `inside` are not taken over."""
         sequence = self._signed[_SEQUENCE] | 1
         self._signed[_SEQUENCE] = sequence
         self._write(progress)
@@ -91,6 +92,10 @@ class ProgressPage:
     def write_complete(self, version: int) -> None:
         """One word by itself, which any one thread may write while another one writes reports."""
         self._signed[_COMPLETE] = version
+
+    def write_inside(self, step: int) -> None:
+        """The same, when a step begins, and -1 when it is finished."""
+        self._signed[_INSIDE] = step
 
     def read(self) -> Progress:
         progress = Progress()
@@ -103,6 +108,7 @@ class ProgressPage:
                 tokens=self._signed[_TOKENS],
                 reports=before // 2,
                 complete=self._signed[_COMPLETE],
+                inside=self._signed[_INSIDE],
             )
             if before % 2 == 0 and before == self._signed[_SEQUENCE]:
                 break

@@ -47,6 +47,11 @@ _ROWS: Final = (
     Timeout(
         "notice", 15.0, "a worker whose collective failed hears which process caused it; past that it is its own error"
     ),
+    Timeout(
+        "left_behind",
+        10.0,
+        "a worker is in a step that another one, whose script is over, will never begin; then the job ends",
+    ),
     Timeout("rebuild", 60.0, "communicators of a new generation are connected"),
     Timeout("copies_ready", 60.0, "all nodes of a job that can be repaired have started their checkpoint servers"),
     Timeout(

@@ -21,7 +21,7 @@ from phoenix_runtime.control import Control
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.fault_points import VARIABLE as FAULTS
 from phoenix_runtime.loop import LOOP
-from phoenix_runtime.repair import Swaps, open_slots, private_source
+from phoenix_runtime.repair import IN_SECTION, Swaps, open_slots, private_source
 from phoenix_runtime.startup import StartupRecord
 
 JOB: Final = "PHOENIX_JOB"  # set by phoenix-run for each worker
@@ -82,18 +82,22 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     def abort(reason: BaseException) -> tuple[str, ...]:
         for each in copier:
             each.stop()
-        return BACKEND.abort(reason, row("abort"))
+        stuck = BACKEND.abort(reason, row("abort"))
+        if LOOP.in_section and control is not None:  # however long it may take to come to its end
+            control.report(outside=IN_SECTION)
+        return stuck
 
     control = Control.connect(os.environ, abort, lambda: BACKEND.alone)
     if control is None:
         dist.init_process_group(communicators.NAME, timeout=patience, **options)
         return
     if control.plan.alone:
+        FAULT_POINTS.reached("alone")
         BACKEND.shadow(_predecessors_record(control))
         options = {key: value for key, value in options.items() if key not in ("init_method", "store")}
         options |= {"store": HashStore(), "rank": _number("RANK"), "world_size": _number("WORLD_SIZE")}
     else:
-        BACKEND.record_startup()
+        BACKEND.record_startup().ignores = lambda: LOOP.in_section
     if control.plan.alone or control.plan.phase is PlanPhase.RUN:
         control.report(joined=control.plan.generation, aborted=control.plan.generation)
     dist.init_process_group(communicators.NAME, timeout=patience, **options)

@@ -32,16 +32,19 @@ class FaultPoints:
 
     def reached(self, point: str) -> None:
         """Die here, by SIGKILL, if a fault is armed for this point and step and has not happened yet."""
-        if self._armed and self.step in self._armed.get(point, ()):
-            self._happen(point)
+        if self._armed and self.happens(point):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def _happen(self, point: str) -> None:
+    def happens(self, point: str) -> bool:
+        """Whether a fault is armed here that has not happened yet; now it has."""
+        if self.step not in self._armed.get(point, ()):
+            return False
         name = f"{point}.{os.environ.get('RANK', '0')}.{self.step}"
         try:
             os.close(os.open(os.path.join(self._folder, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
-            return
-        os.kill(os.getpid(), signal.SIGKILL)
+            return False
+        return True
 
 
 FAULT_POINTS: Final = FaultPoints()

@@ -29,7 +29,7 @@ from phoenix_launch import channel
 from phoenix_launch.bootstrap import Command
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import Become, BecomeStore, ForkServerReady, ForkServerSettings, Park, Parked
-from phoenix_runtime import fork_safety, main_module, preload
+from phoenix_runtime import fork_safety, leaving, main_module, preload
 
 _PR_SET_PDEATHSIG: Final = 1
 _REPARENTING_MS: Final = 10_000  # from the middle child's fork to its exit; takes microseconds
@@ -255,7 +255,8 @@ if __name__ == "__main__":
                 exec(_main.code, _main.module.__dict__)
             finally:
                 _main.finish()
-    except SystemExit:
+    except SystemExit as _exit:
+        leaving.note(_exit.code)
         raise
     except BaseException as _error:
         main_module.hide_frames(_error, sys._getframe())

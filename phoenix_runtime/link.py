@@ -54,6 +54,13 @@ def report(
     )
 
 
+def inside(step: int) -> None:
+    """The step that run_step is in, counted from 1; -1: none."""
+    page = progress_page()
+    if page is not None:
+        page.write_inside(step)
+
+
 def remark(text: str) -> None:
     """One line for the user, among what the script writes to stderr."""
     print(f"phoenix: {text}", file=sys.stderr, flush=True)

@@ -6,12 +6,14 @@ Everything here happens on the script's main thread. The thread that brings noti
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phoenix_runtime import link, rehearsal
@@ -44,9 +46,7 @@ class Repair(Protocol):
     def begin(self, state: TrainState) -> None:
         """The first step of this state in this process is about to begin: a replacement brings it to where the job is."""
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         """A step or a section (or its repetition) is about to run; its private bundle was captured, or restored."""
 
     def before_optimizer(self, state: TrainState) -> None:
@@ -65,6 +65,12 @@ class Repair(Protocol):
     def passed(self, name: str) -> tuple[object] | None:
         """What this section returned in the process that this one replaces, if that one had passed it already."""
 
+    def section_begins(self, state: TrainState) -> None:
+        """A section is about to run."""
+
+    def section_aborted(self, name: str, reason: BaseException) -> NoReturn:
+        """A section was aborted. It is repeated by new processes, or `reason` is raised."""
+
     def section_ended(self, name: str, value: object) -> None:
         """A section is finished."""
 
@@ -81,9 +87,7 @@ class NoRepair:
     def begin(self, state: TrainState) -> None:
         return None
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         return None
 
     def before_optimizer(self, state: TrainState) -> None:
@@ -98,6 +102,13 @@ class NoRepair:
 
     def passed(self, name: str) -> None:
         return None
+
+    def section_begins(self, state: TrainState) -> None:
+        return None
+
+    def section_aborted(self, name: str, reason: BaseException) -> NoReturn:
+        BACKEND.gate.reopen()
+        raise reason
 
     def section_ended(self, name: str, value: object) -> None:
         return None
@@ -122,8 +133,12 @@ class Loop:
     def run_step(self, state: TrainState, function: Callable[[], T]) -> T:
         self._refuse_nesting("run_step")
         self._prepare(state)
-        value = self._until_whole("run_step", state, function)
-        self._finish(state)
+        link.inside(state.step + 1)
+        try:
+            value = self._until_whole(state, function)
+            self._finish(state)
+        finally:
+            link.inside(-1)
         return value
 
     def _finish(self, state: TrainState) -> None:
@@ -137,26 +152,31 @@ class Loop:
 
     def run_section(self, state: TrainState, function: Callable[[], T], name: str) -> T:
         self._refuse_nesting("run_section")
+        self._watch_optimizers()
         before = self.repair.passed(name)
         if before is not None:
             return cast(T, before[0])
-        value = self._until_whole("run_section", state, function)
-        if self._optimizers:
-            raise ScriptError(
-                f"the section {name!r} stepped an optimizer",
-                hint="what changes parameters belongs into run_step, a section only communicates",
-            )
+        state.watch_safe_points(self.check)
+        self.repair.section_begins(state)
+        value, whole = self._attempt("run_section", state, function)
+        if not whole:
+            self.repair.section_aborted(name, self._reason())
         state.finish_step()
         self.repair.section_ended(name, value)
-        return value
+        return cast(T, value)
 
-    def _until_whole(self, kind: str, state: TrainState, function: Callable[[], T]) -> T:
+    @property
+    def in_section(self) -> bool:
+        """Whether a section is running; any thread may ask."""
+        return self._running == "run_section"
+
+    def _until_whole(self, state: TrainState, function: Callable[[], T]) -> T:
         base, entry = state.step, state.capture()  # what the caller's step begins with
         now, again = entry, False
         state.watch_safe_points(self.check)
         while True:
-            self.repair.entered(state, function, now, again=again, step=kind == "run_step")
-            value, whole = self._attempt(kind, state, function)
+            self.repair.entered(state, function, now, again=again)
+            value, whole = self._attempt("run_step", state, function)
             if whole and state.step == base:
                 return cast(T, value)
             if whole:  # the step before was run again: what the script did after it is in this entry
@@ -170,10 +190,12 @@ class Loop:
 
     def _repaired(self, state: TrainState, now: Captured) -> Captured:
         dirty = self._optimizers > 0
-        reason = self.gate.reason or RuntimeError("a step was aborted without a reason")
         state.reshard()  # so that parameters are what an optimizer sees, not what a forward has gathered
-        resumed = self.repair.repair(state, reason, dirty=dirty)
+        resumed = self.repair.repair(state, self._reason(), dirty=dirty)
         return now if resumed is None else resumed
+
+    def _reason(self) -> BaseException:
+        return self.gate.reason or RuntimeError("a step was aborted without a reason")
 
     def _attempt(self, kind: str, state: TrainState, function: Callable[[], T]) -> tuple[T | None, bool]:
         """Run the function once. Returns what it returned, and whether nothing of it was aborted."""
@@ -186,8 +208,10 @@ class Loop:
         try:
             self.check()
             value = function()
+            if not self._optimizers:
+                self._refuse_changed_parameters(state)
         except StepAborted:
-            if not gate.closed:
+            if not gate.closed and not self.repair.alone:
                 raise
         except Exception:
             # What a step computes from the outputs of aborted collectives may well make it fail; if it fails again when
@@ -200,7 +224,7 @@ class Loop:
             finally:
                 gate.keeps = False
                 self._running, self._watched = "", {}
-        if self.repair.alone:
+        if self.repair.alone and kind == "run_step":
             gate.close(Promoted())
         if gate.closed:
             untouched = self._optimizers > 0 and not (gate.skipped or gate.failures)
@@ -223,6 +247,11 @@ class Loop:
         """Torch's global hook, which runs before all hooks of the optimizer itself."""
         if not self._running:
             return
+        if self.in_section:
+            raise ScriptError(
+                "a section stepped an optimizer",
+                hint="what changes parameters belongs into run_step, a section only communicates",
+            )
         if not self._optimizers:
             self.check()
             self._refuse_changed_parameters(cast(TrainState, self._state))
@@ -251,33 +280,50 @@ class Loop:
     def _watched_versions(self, state: TrainState) -> dict[str, int]:
         if state.step >= WATCHED_STEPS:
             return {}
-        return {name: _local(parameter.detach())._version for name, parameter in state.optimized_parameters()}
+        return {name: _local(parameter.detach())._version for name, parameter in state.parameters()}
 
     def _refuse_changed_parameters(self, state: TrainState) -> None:
-        if not self._watched:
+        """Not those of the optimizers alone: an average that a step updates is not captured at its entry either."""
+        if not self._watched or self.gate.closed:
             return
-        for name, parameter in state.optimized_parameters():
+        for name, parameter in state.parameters():
             before = self._watched.get(name)
             if before is not None and _local(parameter.detach())._version != before:
                 raise ScriptError(
                     f"{name} was changed in step {state.step + 1} before any optimizer stepped",
-                    hint="parameters may change in Optimizer.step only: a repeated step would change them twice",
+                    hint="parameters may change in Optimizer.step and after it: a repeated step would change them twice",
                 )
 
     # --- the first step ----------------------------------------------------------------------------------------------
 
     def _prepare(self, state: TrainState) -> None:
         self._state = state
-        if not self._hooked:
-            self._hooked = True
-            register_optimizer_step_pre_hook(self._before_optimizer)
-            if isinstance(self.repair, NoRepair):
-                self.repair = rehearsal.from_environment(BACKEND, os.environ) or self.repair
+        self._watch_optimizers()
         if state not in self._prepared:
             self._prepared.add(state)
             for remark in fix_bucket_order(state.modules()):
                 link.remark(remark)
             self.repair.begin(state)
+
+    def _watch_optimizers(self) -> None:
+        if self._hooked:
+            return
+        self._hooked = True
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        self._watch_scalers()
+        if isinstance(self.repair, NoRepair):
+            self.repair = rehearsal.from_environment(BACKEND, os.environ) or self.repair
+
+    def _watch_scalers(self) -> None:
+        """A scaler that saw an overflow leaves its optimizer out, but what the script does after that changes the state."""
+        original = GradScaler.step
+
+        @functools.wraps(original)
+        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            self._before_optimizer(optimizer)
+            return original(scaler, optimizer, *args, **kwargs)
+
+        GradScaler.step = step  # type: ignore[assignment,method-assign]
 
     _state: TrainState | None = None
     _watched: dict[str, int] = {}
@@ -309,11 +355,18 @@ def run_step(state: TrainState, function: Callable[[], T]) -> T:
 
 
 def run_section(state: TrainState, function: Callable[[], T], name: str = "section") -> T:
-    """Run a piece that communicates but steps no optimizer (an evaluation, a collective save), repeated as run_step is.
+    """Run a piece that communicates but steps no optimizer (an evaluation, a collective save), between two steps.
+
+    If a process fails meanwhile all start again from the copies in memory, and so does the section. In a process that
+    takes another's place, a section which that one had passed returns what it returned there, without calling `function`.
 
     Args:
         state: as in run_step; its `step` stays.
-        function: called without arguments.
-        name: what messages call it.
+        function: called without arguments. What it returns is pickled; over 1 MiB it is not kept, and a failure until the
+            next step is done starts all processes again.
+        name: one for each place in the script, the same in all processes.
+
+    Raises:
+        ScriptError: what it returns cannot be pickled (where failures are repaired), or it stepped an optimizer.
     """
     return LOOP.run_section(state, function, name)

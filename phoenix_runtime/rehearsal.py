@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,7 @@ class Rehearsal:
     def begin(self, state: TrainState) -> None:
         return None
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         if self._left <= 0:
             return
         if not again:
@@ -107,6 +105,13 @@ class Rehearsal:
 
     def passed(self, name: str) -> None:
         return None
+
+    def section_begins(self, state: TrainState) -> None:
+        return None
+
+    def section_aborted(self, name: str, reason: BaseException) -> NoReturn:
+        self._backend.gate.reopen()
+        raise reason
 
     def section_ended(self, name: str, value: object) -> None:
         return None

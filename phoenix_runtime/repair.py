@@ -10,12 +10,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import pickle
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -37,10 +35,10 @@ from phoenix_runtime.control import AgentGoneError, Control, SupersededError
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.loop import Promoted
+from phoenix_runtime.sections import SectionResults, TooLargeError
 from phoenix_runtime.state import Captured, TrainState
 
-LARGEST_RESULT: Final = 1 << 20  # bytes of a section's result that are kept for a replacement
-_RESULTS: Final = "sections"  # in Private.more: what sections returned since the last step, as (name, pickle)
+IN_SECTION: Final = "it was in a section, which new processes repeat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,7 @@ class Swaps:
         self._stamp: Stamp | None = None  # of the state at the entry of the step under way, None: of no version
         self._captured: Captured | None = None  # its private bundle
         self._startup = b""  # the startup record, once it is final
-        self._results: list[tuple[str, bytes]] = []
-        self._inherited: deque[tuple[str, bytes]] = deque()  # results of sections that a replacement passes
+        self._results = SectionResults()
         self._said_holds = False
         self._copies = True  # in memory
         self._left: _Left | None = None  # by the step that was finished last
@@ -98,21 +95,25 @@ class Swaps:
 
     def recall(self, state: TrainState) -> None:
         """A replacement's script finds the state as it was, and with it the step at which its loop begins."""
-        if self.alone or self._starts_from_slots:
+        if self._state is None and (self.alone or self._starts_from_slots):
             self._load(state)
+            self._stamp = self._captured = None  # it is brought there once more, right before its first step
+            if self.alone:
+                self._results.begin_to_pass()
             link.report(step=state.step)
 
     def begin(self, state: TrainState) -> None:
         """What the script did since it made the state is undone: it did so before its predecessor's first step, too."""
-        self._state = state
         shadow = self._backend.startup
         if isinstance(shadow, Shadow):
+            self._state = state
             if not shadow.first_step_differs:
                 shadow.enter_step()
                 _put_back(state, self._come_in(state))
             return
         if self._starts_from_slots:
             self._load(state)
+        self._state = state
         try:
             self._resume(self._control.wait_for(_can_copy, timeout("copies_ready")), state.step)
         except TimeoutError:
@@ -120,9 +121,7 @@ class Swaps:
             link.remark("not all nodes can keep copies in memory: a failure starts the script again")
             self._control.report(outside="not all nodes can keep copies in memory")
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         if self._state is not None and state is not self._state:
             raise ScriptError(
                 "run_step was called with a second TrainState",
@@ -147,10 +146,10 @@ class Swaps:
             self._control.report(holds=(*(bundle.key for bundle in held), private), private=private)
             self._said_holds = True
             self._backend.late = self._late_group
-        if not self._copies or not step:  # a section's entry is of no version: the step's own entry comes after it
+        if not self._copies:
             return
-        more: dict[str, Any] = {_RESULTS: list(self._results)} if self._results else {}
-        self._copier.begin(self._stamp, held, Private(captured, state.step, self._record(), more))
+        private_part = Private(captured, state.step, self._record(), self._results.to_keep())
+        self._copier.begin(self._stamp, held, private_part)
 
     def before_optimizer(self, state: TrainState) -> None:
         FAULT_POINTS.reached("before-optimizer")
@@ -158,39 +157,41 @@ class Swaps:
             raise StepAborted("the step was run alone")
         if self._copies:
             self._copier.wait(self._check)
-        self._results = []
         FAULT_POINTS.reached("optimizer")
 
     def finished(self, state: TrainState) -> None:
         FAULT_POINTS.reached("finished")
+        self._results.step_finished()
         if self._control.said.stepped != self.generation:
             self._control.report(stepped=self.generation)
         self._left = _Left.seen(state.step, bundles.bundled(state, self._rank, self._world), self._backend)
 
+    # --- sections ----------------------------------------------------------------------------------------------------
+
     def passed(self, name: str) -> tuple[object] | None:
-        if not self._inherited:
+        """A replacement runs no section: the others are past it."""
+        if not self.alone:
             return None
-        known, value = self._inherited.popleft()
-        if known != name:
-            raise ScriptError(
-                f"this process replaces one that passed the section {known!r} here, but comes to {name!r}",
-                hint="a script has to pass the same sections in every process of a rank",
-            )
-        return (pickle.loads(value),)
+        try:
+            return (self._results.passed(name),)
+        except TooLargeError:
+            self._end_outside(f"the result of the section {name!r} was too large to be kept")
+
+    def section_begins(self, state: TrainState) -> None:
+        """Its entry is of no version: what all go back to if it is interrupted is the entry of the step before."""
+        FAULT_POINTS.step = state.step
+        FAULT_POINTS.reached("section")
+        self._stamp = self._captured = self._left = None
+        self._returns = False
+
+    def section_aborted(self, name: str, reason: BaseException) -> NoReturn:
+        self._await_notice(reason)
+        self._end_outside(IN_SECTION)
 
     def section_ended(self, name: str, value: object) -> None:
-        self._left = None
-        try:
-            kept = pickle.dumps(value)
-        except Exception as error:  # whatever a result's own code raises
-            raise ScriptError(
-                f"what the section {name!r} returns cannot be kept: {error}",
-                hint="return plain values, for they have to reach a process that takes this one's place",
-            ) from None
-        if len(kept) > LARGEST_RESULT:
-            link.remark(f"the result of section {name!r} has {len(kept)} bytes, too many to be kept for a replacement")
-            return
-        self._results.append((name, kept))
+        remark = self._results.add(name, value, at_start=self._state is None)
+        if remark:
+            link.remark(remark)
 
     # --- a swap ------------------------------------------------------------------------------------------------------
 
@@ -222,12 +223,13 @@ class Swaps:
     def _come_in(self, state: TrainState) -> Captured:
         """A replacement, which was alone so far, joins the others."""
         self._stamp = self._captured = None
+        FAULT_POINTS.step = state.step
+        FAULT_POINTS.reached("coming in")
         while self._captured is None or self.alone:
             try:
                 self._swap(state, self._control.plan.generation)
             except SupersededError:
                 continue
-        self._inherited.clear()
         return self._captured
 
     def _swap(self, state: TrainState, generation: Generation) -> None:
@@ -274,7 +276,7 @@ class Swaps:
     def _starts_from_slots(self) -> bool:
         """All processes are new, and load what their predecessors have left in the slots."""
         plan = self._control.plan
-        return self._stamp is None and plan.phase is PlanPhase.RUN and _has_stamp(plan)
+        return self._stamp is None and self._state is None and plan.phase is PlanPhase.RUN and _has_stamp(plan)
 
     def _load(self, state: TrainState) -> None:
         """Bring the state to the version at which the generation resumes."""
@@ -286,8 +288,6 @@ class Swaps:
                 continue
             assert self._captured is not None
             _put_back(state, self._captured)
-            if self.alone:
-                self._stamp = None  # it is brought there once more, right before it joins the others
             return
 
     def _restore(self, state: TrainState, plan: WorkerPlan) -> None:
@@ -303,10 +303,8 @@ class Swaps:
         if private is None:
             raise RuntimeError(f"the plan names no copy of the private bundle of rank {self._rank}")
         self._stamp, self._captured = stamp, private.captured
-        self._results = list(private.more.get(_RESULTS, ()))
+        self._results.take(private.more)
         self._startup = private.startup
-        if self.alone:
-            self._inherited = deque(self._results)
 
     def _from_slots(self, plan: WorkerPlan, load: Callable[[SlotsLink], Private | None]) -> Private | None:
         slots = open_slots(plan)
@@ -337,8 +335,13 @@ class Swaps:
             self._control.wait_for(lambda plan: plan.generation > own, timeout("notice"))
         except TimeoutError:
             return
-        self._control.report(outside="it was in a collective outside of run_step and run_section")
-        threading.Event().wait()
+        self._end_outside("it was in a collective outside of run_step and run_section")
+
+    def _end_outside(self, why: str) -> NoReturn:
+        """Nobody would run again what this thread does: all processes are replaced, this one too."""
+        self._control.report(outside=why)
+        while True:
+            threading.Event().wait()
 
     def _late_group(self, name: str) -> None:
         """A replacement, which runs the script's start only, would not have this group."""
@@ -350,7 +353,8 @@ class Swaps:
 
     def leave(self) -> None:
         """The script is over: wait for all others."""
-        self._control.report(leaving=True)
+        self._control.report(leaving=True, finished=0 if self._state is None else self._state.step)
+        FAULT_POINTS.reached("leave")
         with contextlib.suppress(AgentGoneError):
             self._control.wait_for(lambda plan: plan.leave)
         self._copier.end()

@@ -56,6 +56,16 @@ def all_leaving(state: State) -> bool:
     )
 
 
+def left_behind(state: State) -> tuple[Holder, Holder] | None:
+    """One whose script is over, and one in a step beyond. All ranks take part in each step, so that one never ends."""
+    for first in state.holders.values():
+        if first.runtime is not None and first.runtime.leaving and first.runtime.finished >= 0:
+            beyond = [holder for holder in state.holders.values() if holder.inside > first.runtime.finished]
+            if beyond:
+                return first, beyond[0]
+    return None
+
+
 def cannot_stay(holders: Iterable[Holder]) -> str:
     """Why not all of these can be repaired in place; empty: as far as is known they can."""
     for holder in holders:
@@ -84,6 +94,11 @@ def is_seasoned(holder: Holder) -> bool:
 def survivors(state: State) -> list[Holder]:
     """Those that a swap kept and that have to leave their step. Who has not said yet that it knows the runtime is in none."""
     return [h for h in state.holders.values() if h.born < state.generation and h.runtime is not None]
+
+
+def replacements(state: State) -> list[Holder]:
+    """Those that take a lost one's place."""
+    return [holder for holder in state.holders.values() if holder.born == state.generation]
 
 
 def has_aborted(state: State, holder: Holder) -> bool:

@@ -39,14 +39,19 @@ def _error(text: str) -> str:
         return ""
 
 
-def is_bug(new: Loss, earlier: Loss | None, together: Mapping[int, Loss], ranks: int) -> bool:
-    """`earlier`: how the same rank ended before; `together`: all that ended since all ran together, this one too.
+def bug(new: Loss, earlier: Loss | None, together: Mapping[int, Loss], ranks: int) -> str | None:
+    """What speaks for a bug, as words that go on from how it ended; None: it may be bad luck.
+
+    `earlier`: how the same rank ended before; `together`: all that ended since all ran together, this one too.
 
     A bug: a rank raises before its first step is done, or ends twice alike at the same step, or all raise the same error.
     """
     if new.raised and new.step < 1:
-        return True
+        return "before its first step was done"
     if new == earlier:
-        return True
+        return f"for the second time in step {new.step + 1}" if new.step >= 0 else "twice before its first step"
     words = {its.words for its in together.values()}
-    return len(together) == ranks and len(words) == 1 and new.raised
+    alike = len(together) == ranks and len(words) == 1 and new.raised
+    if not alike:
+        return None
+    return "as all ranks did" if ranks > 1 else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
 from phoenix_launch.job import holding, placement
 from phoenix_launch.job.events import (
     Action,
@@ -118,8 +118,8 @@ class _Transition(Starting):
                 continue
             runtime = holder.runtime if rank.runtime is None else rank.runtime
             at = rank.step if rank.step >= 0 else holder.step
-            if (holder.seen, holder.step, holder.runtime) != (True, at, runtime):
-                news[rank.rank] = replace(holder, seen=True, step=at, runtime=runtime)
+            if (holder.seen, holder.step, holder.runtime, holder.inside) != (True, at, runtime, rank.inside):
+                news[rank.rank] = replace(holder, seen=True, step=at, runtime=runtime, inside=rank.inside)
             if rank.exit is None:
                 continue
             known = self.state.ended.get(rank.rank)
@@ -214,6 +214,8 @@ class _Transition(Starting):
             self.state = replace(state, leave=True)
         elif self._seat_empty():
             self._refill()
+        elif self._left_behind():
+            return
         elif self.now - state.since > state.rules.start_timeout:
             seated = {seat.node for seat in state.lineup}
             for member in [m for m in state.members.values() if m.alive and m.index in seated]:
@@ -221,6 +223,25 @@ class _Transition(Starting):
                     self._lose(member.index, f"did not start its workers within {state.rules.start_timeout:g} s")
             if self._seat_empty():
                 self._settle_running()
+
+    def _left_behind(self) -> bool:
+        """Whether the job ends because some rank's script was over too early."""
+        state = self.state
+        found = holding.left_behind(state)
+        if found is None or state.behind is None:
+            self.state = replace(state, behind=None if found is None else self.now)
+            return False
+        if self.now - state.behind <= state.rules.left_behind_timeout:
+            return False
+        first, other = found
+        finished = first.runtime.finished if first.runtime is not None else 0
+        outcome = Outcome(
+            exit_code=EXIT_WORKER_FAILED,
+            text=f"rank {first.rank} ended after step {finished}, while rank {other.rank} is in step {other.inside}",
+            hint="all ranks have to run the same number of steps: end the loop by a count, or by what all have agreed upon",
+        )
+        self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=state.rules.shutdown_timeout)
+        return True
 
     def _worker_failed(self, cause: Ended) -> None:
         """Count it against --max-restarts, unless it may only follow from the loss of another node, which never counts."""

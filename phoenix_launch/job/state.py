@@ -67,6 +67,7 @@ class Rules:
     shutdown_timeout: float = 30.0
     abort_timeout: float = 5.0  # a survivor is out of all collectives; past that its process is ended and replaced
     leave_timeout: float = 60.0  # and it has come to the end of its step
+    left_behind_timeout: float = 10.0  # a worker is in a step that another one will never begin
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
     worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
@@ -136,6 +137,7 @@ class Holder:
     born: Generation
     seen: bool = False  # its node has reported it: before that it may never have been told to start it
     step: int = -1
+    inside: int = -1  # the step that it is in, from 1, -1: none, or not known
     runtime: RuntimeReport | None = None  # None: it has not said that it knows the runtime
 
 
@@ -184,6 +186,7 @@ class State:
     swap: Swap | None = None  # while one is under way, also while it waits for a node
     recovery: Recovery | None = None  # how the current generation was restored
     leave: bool = False  # all its scripts are over
+    behind: float | None = None  # since when a rank is in a step beyond the end of another one's script
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
     lineage: Lineage = field(default_factory=Lineage)
     losses: Mapping[int, Loss] = field(default_factory=dict)  # how each rank ended last, with the runtime

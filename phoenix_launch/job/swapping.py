@@ -24,7 +24,7 @@ from phoenix_launch.job.events import (
     StartsAnew,
     WaitingForNode,
 )
-from phoenix_launch.job.losses import is_bug, loss
+from phoenix_launch.job.losses import bug, loss
 from phoenix_launch.job.recovery import Recovery, Survivor
 from phoenix_launch.job.state import SIGTERM, Holder, Member, Outcome, Phase, Rung, State, Swap, fault
 from phoenix_launch.job.transition import Transition
@@ -69,11 +69,12 @@ class Swapping(Transition):
             state, holder = self.state, self.state.holders[ended.rank]
             new = loss(ended.report, holder.step)
             together = {**state.raised, ended.rank: new}
-            bug = is_bug(new, state.losses.get(ended.rank), together, len(state.places))
+            why = bug(new, state.losses.get(ended.rank), together, len(state.places))
             self.state = replace(state, losses={**state.losses, ended.rank: new}, raised=together)
-            if bug:
-                grace = state.rules.shutdown_timeout
-                self._enter(Phase.STOPPING, outcome=self._failure(ended), signal=SIGTERM, grace=grace)
+            if why is not None:
+                outcome = self._failure(ended)
+                outcome = replace(outcome, text=f"{outcome.text}{why and ', '}{why}")
+                self._enter(Phase.STOPPING, outcome=outcome, signal=SIGTERM, grace=state.rules.shutdown_timeout)
                 return True
         return False
 
@@ -154,6 +155,8 @@ class Swapping(Transition):
         assert state.swap is not None
         if holding.lost(state):
             self._repair()
+        elif why := holding.cannot_stay(holding.replacements(state)):
+            self._anew(Rung.FROM_SLOTS, why)
         elif state.swap.recovery is None:
             self._settle_offers()
         elif self._restored():

@@ -92,6 +92,9 @@ class NodeProcess:
     def complete(self) -> int:
         return self._progress().complete
 
+    def inside(self) -> int:
+        return self._progress().inside
+
     def _progress(self) -> Progress:
         return self.last if self.page is None else self.page.read()
 

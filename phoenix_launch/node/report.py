@@ -20,7 +20,8 @@ def rank_report(member: Member, process: NodeProcess, said: RuntimeReport | None
         ended = ExitReport(member.code, age, process.error, process.tail, process.oom_killed)
     rank = member.order.rank if member.order is not None else -1
     runtime = msgspec.structs.replace(said, complete=process.complete()) if said is not None else None
-    return RankReport(rank, member.generation, member.pid, member.state, process.step(), ended, runtime)
+    step, inside = process.step(), process.inside()
+    return RankReport(rank, member.generation, member.pid, member.state, step, ended, runtime, inside)
 
 
 def offer(plan: NodePlan | None, kept: SlotsKept | None) -> tuple[Generation, tuple[KeptSlot, ...]]:

@@ -193,6 +193,7 @@ def _rules(job: Job) -> Rules:
         start_timeout=timeout("fork_server") + timeout("park"),
         abort_timeout=timeout("abort"),
         leave_timeout=timeout("leave_step"),
+        left_behind_timeout=timeout("left_behind"),
         shutdown_timeout=settings.shutdown_timeout,
         teardown_timeout=timeout("reap") + timeout("drain_output"),
         worker_exit_code=settings.exit_code == "worker",

@@ -36,6 +36,7 @@ from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of
 from phoenix_runtime.checkpoint.memory import SlotTargets, entry, local, marks
 from phoenix_runtime.checkpoint.private import Private, encoded
 from phoenix_runtime.communicators.gate import Gate, StepAborted
+from phoenix_runtime.fault_points import FAULT_POINTS
 
 _LOOK_UP: Final = 0.05  # seconds; the gate may be closed by who does not know of us
 _PAUSE: Final = 0.1  # seconds before a server is asked again
@@ -199,7 +200,9 @@ class Copier:
             return None if self._ended else self._order
 
     def _carry_out(self, order: _Order) -> None:
+        FAULT_POINTS.reached("voting")
         decided = self._round(order)
+        FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
         if decided.copy:
             self._copy(order)
@@ -260,12 +263,15 @@ class Copier:
                 data = writer.begin(self._job, part.key, stamp, part.layout, part.extras)
                 self._targets.store(writer, data, part.layout, part.tensors, order.check, order.ready)
                 order.check()
+                FAULT_POINTS.reached("copying")
                 writer.seal()
             slots.sealed(part.key, stamp, copy.replicas)
+        FAULT_POINTS.reached("sealed")
         node = order.footing.ground.places[self._rank]
         for copy in own:
             for where, error in slots.copied(copy.bundle, stamp, (node, *copy.replicas)).items():
                 raise SlotRefusedError(f"the copy of bundle {copy.bundle!r} on node {where}: {error}")
+        FAULT_POINTS.reached("replicated")
 
     def _parts(self, order: _Order) -> Iterator[_Part]:
         for bundle in order.bundles:

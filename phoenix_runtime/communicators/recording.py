@@ -74,6 +74,7 @@ class Recorder:
         self._entered = -1  # completed steps at the last entry
         self._groups: list[PhoenixGroup] = []
         self._over = False
+        self.ignores: Callable[[], bool] = lambda: False  # a section runs, whose result is kept as a whole
 
     def attach(self, group: PhoenixGroup) -> None:
         if not self._over:
@@ -129,6 +130,8 @@ class Recorder:
         self, group: PhoenixGroup, operation: str, tensors: list[Tensor], arguments: Sequence[Any]
     ) -> _Pending | None:
         """The call, when its outputs are to be copied."""
+        if self.ignores():
+            return None
         name, text = str(group.identity.name), signature(tensors, arguments)
         with self._lock:
             if self._steps:

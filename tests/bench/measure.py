@@ -82,9 +82,9 @@ def finish(process: subprocess.Popen[str]) -> str:
     return shown
 
 
-def until(check: Callable[[], object], what: str, seconds: float = RUN_SECONDS) -> None:
+def until(check: Callable[[], object], what: str, seconds: float = RUN_SECONDS, pause: float = 0.01) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() >= deadline:
             raise SystemExit(f"not within {seconds:g} s: {what}")
-        time.sleep(0.01)
+        time.sleep(pause)

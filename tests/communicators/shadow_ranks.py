@@ -126,9 +126,7 @@ class Process(NoRepair):
         while job.state.step < steps:
             run_step(job.state, job.step)
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         return None
 
     def before_optimizer(self, state: TrainState) -> None:
@@ -148,9 +146,7 @@ class Rank(Process):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE))
         dist.init_process_group("phoenix", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=DEADLINE))
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         if self.recorder is not None:
             self.recorder.enter_step(state.step)
 
@@ -194,9 +190,7 @@ class Replacement(Process):
         self.line.recv()
         self.rebuild()
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         if self.shadow is not None:
             self.shadow.enter_step()
 

@@ -101,9 +101,7 @@ class Faults(NoRepair):
 
     repairs = True
 
-    def entered(
-        self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool, step: bool
-    ) -> None:
+    def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         self.begun = 0
         self.at = -1 if again else self.at
 
