@@ -6,6 +6,7 @@ sends it; the script's main thread waits here for what it needs to know.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -101,12 +102,21 @@ class Control:
         """Say it all again, with these changes. Nothing happens when the agent is gone."""
         with self._sending:
             self._said = msgspec.structs.replace(self._said, **changes)
-            try:
-                channel.send(self._sock, WorkerReport(self._said))
-            except OSError:
-                return
+            self._send()
         with self._changed:
             self._changed.notify_all()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            channel.send(self._sock, WorkerReport(self._said))
+
+    def report_in(self, generation: Generation, **changes: Any) -> None:
+        """As `report`, if what this process has joined is still this generation: it would be taken for the next one's else."""
+        with self._sending:
+            if self._said.joined != generation:
+                return
+            self._said = msgspec.structs.replace(self._said, **changes)
+            self._send()
 
     # --- what the job wants ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from phoenix_runtime.control import Control
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.fault_points import VARIABLE as FAULTS
 from phoenix_runtime.loop import LOOP
-from phoenix_runtime.repair import IN_SECTION, Swaps, open_slots, private_source
+from phoenix_runtime.repair import IN_SECTION, Swaps
+from phoenix_runtime.resuming import can_restore, open_slots, private_source
 from phoenix_runtime.startup import StartupRecord
 
 JOB: Final = "PHOENIX_JOB"  # set by phoenix-run for each worker
@@ -113,7 +114,7 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
 def _predecessors_record(control: Control) -> StartupRecord:
     """What the process that this one replaces received until its first step."""
     while True:
-        plan = control.wait_for(lambda plan: plan.resumption is not None and plan.resumption.stamp is not None)
+        plan = control.wait_for(can_restore)
         assert plan.resumption is not None and plan.resumption.stamp is not None
         source = private_source(plan, _number("RANK"))
         slots = open_slots(plan)

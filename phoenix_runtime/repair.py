@@ -7,18 +7,15 @@ on; a replacement comes in at the same point, after it has run the script's star
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-import msgspec
-
 from phoenix_launch.checkpoint.client import SlotsLink
-from phoenix_launch.copies import Source, SourceKind, Stamp
+from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.copies import SourceKind, Stamp
 from phoenix_launch.local_messages import WorkerPlan
 from phoenix_launch.messages import PlanPhase
 from phoenix_launch.timeouts import timeout
@@ -35,6 +32,7 @@ from phoenix_runtime.control import AgentGoneError, Control, SupersededError
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.loop import Promoted
+from phoenix_runtime.resuming import can_connect, can_copy, can_restore, open_slots, packed, put_back, unpacked
 from phoenix_runtime.sections import SectionResults, TooLargeError
 from phoenix_runtime.state import Captured, TrainState
 
@@ -75,12 +73,16 @@ class Swaps:
     ) -> None:
         self._backend, self._control, self._copier = backend, control, copier
         self._rank, self._world, self._check = rank, world, check
-        self.generation = control.plan.generation  # whose communicators this process has; a replacement: will have
+        first = control.plan
+        self.generation = first.generation  # whose communicators this process has; a replacement: will have
+        # All processes of the generation are new, and load what their predecessors have left in the slots.
+        self._inherits = first if not first.alone and first.phase is PlanPhase.RUN and can_restore(first) else None
         self._stamp: Stamp | None = None  # of the state at the entry of the step under way, None: of no version
         self._captured: Captured | None = None  # its private bundle
         self._startup = b""  # the startup record, once it is final
         self._results = SectionResults()
         self._said_holds = False
+        self._groups = 0  # how many torch knew when this was last asked
         self._copies = True  # in memory
         self._left: _Left | None = None  # by the step that was finished last
         self._returns = False  # the step before the one under way can be run again in place
@@ -95,7 +97,7 @@ class Swaps:
 
     def recall(self, state: TrainState) -> None:
         """A replacement's script finds the state as it was, and with it the step at which its loop begins."""
-        if self._state is None and (self.alone or self._starts_from_slots):
+        if self._state is None and (self.alone or self._inherits is not None):
             self._load(state)
             self._stamp = self._captured = None  # it is brought there once more, right before its first step
             if self.alone:
@@ -109,13 +111,13 @@ class Swaps:
             self._state = state
             if not shadow.first_step_differs:
                 shadow.enter_step()
-                _put_back(state, self._come_in(state))
+                put_back(state, self._come_in(state))
             return
-        if self._starts_from_slots:
+        if self._inherits is not None:
             self._load(state)
-        self._state = state
+        self._state, self._inherits = state, None
         try:
-            self._resume(self._control.wait_for(_can_copy, timeout("copies_ready")), state.step)
+            self._resume(self._control.wait_for(can_copy, timeout("copies_ready")), state.step)
         except TimeoutError:
             self._copies = False
             link.remark("not all nodes can keep copies in memory: a failure starts the script again")
@@ -146,6 +148,7 @@ class Swaps:
             self._control.report(holds=(*(bundle.key for bundle in held), private), private=private)
             self._said_holds = True
             self._backend.late = self._late_group
+        self._look_at_groups()
         if not self._copies:
             return
         private_part = Private(captured, state.step, self._record(), self._results.to_keep())
@@ -237,18 +240,19 @@ class Swaps:
         control = self._control
         control.wait_in(generation, lambda plan: control.said.aborted == generation or self.alone)
         control.report(joined=generation, live=self._stamp, address="", returns=self._returns)
-        construction = self._backend.construct(lambda addresses: control.report(address=_packed(addresses)))
+        construction = self._backend.construct(
+            lambda addresses: control.report_in(generation, address=packed(addresses))
+        )
         try:
             FAULT_POINTS.reached("joined")
-            plan = control.wait_in(generation, _has_stamp)
-            self._restore(state, plan)
+            self._restore(state, control.wait_in(generation, can_restore))
             FAULT_POINTS.reached("restored")
-            plan = control.wait_in(generation, lambda plan: _has_stamp(plan) and bool(plan.resumption.addresses))  # type: ignore[union-attr]
-            assert plan.resumption is not None
+            plan = control.wait_in(generation, can_connect)
+            assert plan.resumption is not None and plan.resumption.stamp is not None
             for address in plan.resumption.addresses.values():
-                construction.deliver(_unpacked(address))
+                construction.deliver(unpacked(address))
             construction.wait(timeout("rebuild"))
-            self._resume(plan, plan.resumption.stamp.version)  # type: ignore[union-attr]
+            self._resume(plan, plan.resumption.stamp.version)
             control.exchange(generation, lambda: self._backend.adopt(construction, timeout("rebuild")))
             self.generation = generation
             control.report(restored=generation)
@@ -272,23 +276,16 @@ class Swaps:
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _starts_from_slots(self) -> bool:
-        """All processes are new, and load what their predecessors have left in the slots."""
-        plan = self._control.plan
-        return self._stamp is None and self._state is None and plan.phase is PlanPhase.RUN and _has_stamp(plan)
-
     def _load(self, state: TrainState) -> None:
-        """Bring the state to the version at which the generation resumes."""
-        while True:
-            generation = self._control.plan.generation
+        """Bring the state to the version at which the generation resumes, or, if it is over already, did resume."""
+        while self._captured is None:
+            plan = self._inherits or self._control.wait_for(can_restore)
             try:
-                self._restore(state, self._control.wait_in(generation, _has_stamp))
-            except SupersededError:
-                continue
-            assert self._captured is not None
-            _put_back(state, self._captured)
-            return
+                self._restore(state, plan)
+            except (OSError, SlotRefusedError):
+                if self._inherits is not None or self._control.plan.generation == plan.generation:
+                    raise
+        put_back(state, self._captured)
 
     def _restore(self, state: TrainState, plan: WorkerPlan) -> None:
         """Load what this rank does not hold. Afterwards its parameters and optimizer state are of the plan's version."""
@@ -351,6 +348,17 @@ class Swaps:
             )
             self._control.report(outside="it made a process group after its first step")
 
+    def _look_at_groups(self) -> None:
+        """Groups that torch has made without us have communicators that nobody could replace."""
+        groups = dist.distributed_c10d._world.pg_map
+        if len(groups) == self._groups or self._control.said.outside:
+            return
+        self._groups = len(groups)
+        foreign = sorted({backend for backend, _ in groups.values()} - {NAME})
+        if foreign:
+            link.remark(f"a process group has the backend {foreign[0]}: a failure starts all processes again")
+            self._control.report(outside=f"it has a process group of the backend {foreign[0]}")
+
     def leave(self) -> None:
         """The script is over: wait for all others."""
         self._control.report(leaving=True, finished=0 if self._state is None else self._state.step)
@@ -358,42 +366,3 @@ class Swaps:
         with contextlib.suppress(AgentGoneError):
             self._control.wait_for(lambda plan: plan.leave)
         self._copier.end()
-
-
-def open_slots(plan: WorkerPlan) -> SlotsLink:
-    """A connection to the node's checkpoint server, for reading. Raises OSError."""
-    slots = SlotsLink(plan.slots, os.environ["PHOENIX_JOB"], plan.node)
-    slots.generation = plan.generation
-    return slots
-
-
-def private_source(plan: WorkerPlan, rank: int) -> Source:
-    """Where this rank's private bundle is. Raises RuntimeError when the plan does not say."""
-    key = bundles.private_bundle(rank).key
-    for source in plan.sources:
-        if source.bundle == key:
-            return source
-    raise RuntimeError(f"the plan names no copy of the private bundle of rank {rank}")
-
-
-def _put_back(state: TrainState, captured: Captured) -> None:
-    state.reset_gradients(captured)
-    state.restore(captured)
-
-
-def _can_copy(plan: WorkerPlan) -> bool:
-    if plan.ground is None or not plan.slots:
-        return False
-    return set(plan.ground.places.values()) <= {server.node for server in plan.ground.servers}
-
-
-def _has_stamp(plan: WorkerPlan) -> bool:
-    return plan.resumption is not None and plan.resumption.stamp is not None
-
-
-def _packed(addresses: Mapping[str, bytes]) -> str:
-    return base64.b85encode(msgspec.msgpack.encode(dict(addresses))).decode()
-
-
-def _unpacked(text: str) -> dict[str, bytes]:
-    return msgspec.msgpack.decode(base64.b85decode(text), type=dict[str, bytes])

@@ -67,14 +67,20 @@ class Swaps(Script):
         self.tell(job_events.Reported(index, NodeReport(**fields)))
 
     def rank(
-        self, rank: int, code: int | None = None, error: str = "", step: int | None = None, **said: Any
+        self,
+        rank: int,
+        code: int | None = None,
+        error: str = "",
+        step: int | None = None,
+        inside: int = -1,
+        **said: Any,
     ) -> RankReport:
         holder = self.state.holders[rank]
         said.setdefault("complete", 5)
         runtime = RuntimeReport(holds=(f"own{rank}",), private=f"own{rank}", **said)
         ended = None if code is None else ExitReport(code, 0.0, tail=error)
         at = self.step if step is None else step
-        return RankReport(rank, holder.born, 1000 + rank, ProcessState.RUNNING, at, ended, runtime)
+        return RankReport(rank, holder.born, 1000 + rank, ProcessState.RUNNING, at, ended, runtime, inside)
 
     def here(self, index: int) -> list[int]:
         return [place.rank for place in self.state.places if place.node == index]
@@ -375,7 +381,34 @@ def test_an_exit_code_0_in_the_middle_of_the_job_is_a_fault() -> None:
     job.train(1, rank1=0)
     assert job.phase() is Phase.STOPPING
     assert job.outcome.exit_code == EXIT_WORKER_FAILED
-    assert job.outcome.text == "rank 1 on node1 ended in the middle of the job with exit code 0"
+    ended = "rank 1 on node1 ended in the middle of the job with exit code 0"
+    assert job.outcome.text == f"{ended}, for the second time in step 6"
+
+
+def go_on(job: Swaps, seconds: float, inside: int) -> None:
+    """Rank 1's script is over after step 5, rank 0 is in this step."""
+    end = job.now + seconds
+    while job.now < end:
+        job.now += 0.5
+        job.say(0, job.rank(0, inside=inside))
+        job.say(1, job.rank(1, leaving=True, finished=5))
+
+
+def test_a_rank_in_a_step_that_another_one_will_never_begin_ends_the_job() -> None:
+    job = Swaps()
+    go_on(job, 20, inside=5)  # it comes to the end of that one
+    go_on(job, 9, inside=6)
+    assert job.phase() is Phase.RUNNING
+    go_on(job, 2, inside=6)
+    assert job.phase() is Phase.STOPPING
+    assert job.outcome.exit_code == EXIT_WORKER_FAILED
+    assert job.outcome.text == "rank 1 ended after step 5, while rank 0 is in step 6"
+
+
+def test_a_rank_that_works_on_after_its_last_step_is_waited_for() -> None:
+    job = Swaps()
+    go_on(job, 100, inside=-1)
+    assert job.phase() is Phase.RUNNING
 
 
 def test_a_report_that_does_not_know_the_step_any_more_forgets_nothing() -> None:

@@ -96,7 +96,8 @@ class _Places:
         return (*found, key)
 
     def _state(self, row: Row) -> Tensor:
-        """A piece of an optimizer's state; one that is missing is made as the optimizer itself would make it."""
+        """A piece of an optimizer's state; one that is missing is made as the optimizer itself would make it,
+        but for its values."""
         part, parameter, key = self._owner(row.name)
         entry = part.stepping.state[parameter]
         tensor = entry.get(key)
@@ -105,11 +106,11 @@ class _Places:
             return tensor
         device = torch.device("cpu") if row.dtype.endswith(ON_CPU) else parameter.device
         if row.dtype.endswith(LIKE_PARAMETER):
-            made = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
+            made = torch.empty_like(parameter, dtype=kind, requires_grad=False)
         elif not isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape:
-            made = torch.zeros_like(parameter, dtype=kind, device=device, requires_grad=False)
+            made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
         else:
-            made = torch.zeros(row.shape, dtype=kind, device=device)
+            made = torch.empty(row.shape, dtype=kind, device=device)
         entry[key] = made
         return made
 

@@ -1,0 +1,248 @@
+"""Scripts that break a rule, or do what users do: `bad_script.py CASE STEPS`. Each case is a function here.
+
+Fault points as in faulty_script.py, whose training this is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from faulty_script import Training
+from torch import Tensor
+
+import phoenix_runtime as phoenix
+from phoenix_runtime.fault_points import FAULT_POINTS
+
+WRONG_FROM = 3  # steps are well until so many are done
+
+
+class Script:
+    """A loop with places in it for what is wrong."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.start()
+        self.rank = dist.get_rank()
+        self.training = Training(self.rank)
+        self.state = self.training.state
+
+    def start(self) -> None:
+        phoenix.init_process_group("gloo")
+
+    @property
+    def wrong(self) -> bool:
+        return self.state.step >= WRONG_FROM
+
+    def step(self) -> Tensor:
+        return self.training.step()
+
+    def between(self) -> None:
+        """Before each step."""
+
+    def after(self) -> None:
+        """The loop."""
+
+    def run(self) -> None:
+        while self.state.step < self.steps:
+            FAULT_POINTS.reached("between")
+            self.between()
+            phoenix.run_step(self.state, self.step)
+        self.after()
+        digest = {"rank": self.rank, "digest": self.training.digest(), "generation": phoenix.generation()}
+        print(json.dumps({**digest, "pid": os.getpid()}), flush=True)
+
+
+class LateGroup(Script):
+    """Makes a group when training is under way."""
+
+    def between(self) -> None:
+        if self.state.step == WRONG_FROM:
+            dist.new_group()
+
+
+class ForeignBackend(Script):
+    """Asks for communicators that we cannot replace."""
+
+    def start(self) -> None:
+        phoenix.init_process_group("mpi")
+
+
+class ForeignGroup(Script):
+    """Makes a group that is none of ours, and uses it in each step."""
+
+    def start(self) -> None:
+        super().start()
+        self.group = dist.new_group(backend="gloo")
+
+    def step(self) -> Tensor:
+        loss = super().step()
+        dist.all_reduce(loss, group=self.group)
+        return loss
+
+
+class TorchsOwnStart(Script):
+    """Forgets whose init_process_group it has to call."""
+
+    def start(self) -> None:
+        dist.init_process_group("gloo")
+
+
+class StartsTwice(Script):
+    def start(self) -> None:
+        super().start()
+        phoenix.init_process_group("gloo")
+
+
+class StartsAnew(Script):
+    """Destroys its group in the middle, and wants another."""
+
+    def between(self) -> None:
+        if self.wrong:
+            dist.destroy_process_group()
+            self.start()
+
+
+class Nested(Script):
+    def step(self) -> Tensor:
+        if self.wrong:
+            phoenix.run_step(self.state, self.training.step)
+        return super().step()
+
+
+class Outside(Script):
+    """Communicates between two steps."""
+
+    def between(self) -> None:
+        counts = torch.ones(1)
+        dist.all_reduce(counts)
+        FAULT_POINTS.reached("outside")
+        dist.all_reduce(counts)
+        assert counts.item() == 16
+
+
+class PendingGradients(Script):
+    def step(self) -> Tensor:
+        if self.wrong:
+            loss = self.training.model(torch.ones(1, 16)).mean()
+            loss.backward()
+            return loss
+        return super().step()
+
+
+class OwnError(Script):
+    """One rank has a bug."""
+
+    def step(self) -> Tensor:
+        if self.wrong and self.rank == 1:
+            raise ZeroDivisionError("my own bug")
+        return super().step()
+
+
+class ErrorOnAll(Script):
+    def step(self) -> Tensor:
+        if self.wrong:
+            raise ZeroDivisionError("everybody's bug")
+        return super().step()
+
+
+class ErrorFromAborted(Script):
+    """Does not trust what it has received; in an aborted step that is rightly so."""
+
+    def step(self) -> Tensor:
+        ones = torch.ones(4)
+        dist.all_reduce(ones)
+        FAULT_POINTS.reached("summed")
+        dist.all_reduce(ones)
+        if ones[0].item() != 16:
+            raise ValueError(f"the sum is {ones[0]}")
+        return super().step()
+
+
+class HoldsInterpreter(Script):
+    """No other thread of the process runs for a while, in the step that is aborted."""
+
+    seconds = 2.0
+
+    def step(self) -> Tensor:
+        loss = super().step()
+        if FAULT_POINTS.happens("holds"):
+            ctypes.PyDLL(None).usleep(
+                int(self.seconds * 1e6)
+            )  # unlike CDLL it does not let go of the interpreter's lock
+        return loss
+
+
+class HoldsInterpreterLong(HoldsInterpreter):
+    """Longer than a process may need to be out of its collectives."""
+
+    seconds = 8.0
+
+
+class CatchesException(Script):
+    def step(self) -> Tensor:
+        try:
+            return super().step()
+        except Exception as error:
+            print(f"caught {type(error).__name__}", flush=True)
+            return torch.zeros(())
+
+
+class CatchesEverything(Script):
+    def step(self) -> Tensor:
+        try:
+            return super().step()
+        except:  # noqa: E722  # the case
+            return torch.zeros(())
+
+
+class HardExit(Script):
+    """One rank leaves without a word, as if all were well."""
+
+    def between(self) -> None:
+        if self.wrong and self.rank == 1:
+            os._exit(0)
+
+
+class HardExitAtTheEnd(Script):
+    """What some scripts do, so that nothing may hang at their end."""
+
+    def run(self) -> None:
+        super().run()
+        os._exit(0)
+
+
+class EarlyExit(Script):
+    """One rank thinks that it is done."""
+
+    def between(self) -> None:
+        if self.wrong and self.rank == 1:
+            sys.exit(0)
+
+
+class LateEvaluation(Script):
+    """One rank works on after the last step, for longer than a rank may be left behind in a step."""
+
+    def after(self) -> None:
+        if self.rank == 0:
+            ctypes.CDLL(None).usleep(12_000_000)
+
+
+CASES: dict[str, Callable[[int], Script]] = {
+    case.__name__: case
+    for case in [
+        Script, LateGroup, ForeignBackend, ForeignGroup, TorchsOwnStart, StartsTwice, StartsAnew, Nested, Outside,
+        PendingGradients, OwnError, ErrorOnAll, ErrorFromAborted, HoldsInterpreter, HoldsInterpreterLong,
+        CatchesException, CatchesEverything, HardExit, HardExitAtTheEnd, EarlyExit, LateEvaluation,
+    ]
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    CASES[sys.argv[1]](int(sys.argv[2])).run()
