@@ -76,7 +76,8 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restored: Generation = NO_GENERATION  # it holds the resume version of this generation, and its communicators are up
     stepped: Generation = NO_GENERATION  # the newest one in which it has finished a step
     aborted: Generation = NO_GENERATION  # no thread of it is in a collective of an older generation any more
-    returns: bool = False  # it can go back in place to the version before the one it offers
+    at: int = -1  # the version at whose entry its script stands, whether it still holds that or not
+    returns: int = 0  # how many steps before that it can run again in place
     outside: str = ""  # why it cannot be repaired in place, whatever comes: a collective outside of a step was aborted
     leaving: bool = False  # its script is over, it waits for the others
     finished: int = -1  # steps that it has finished then

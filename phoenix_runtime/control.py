@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -47,11 +47,14 @@ class Control:
     Args:
         sock: connected to the agent.
         abort: takes every thread of this process out of every collective; returns what is stuck. Called by our thread.
-        starts_alone: whether this process has no communicators yet, so that there is nothing to abort.
+        starts_alone: whether, with this plan, the process has no communicators yet, so that there is nothing to abort.
     """
 
     def __init__(
-        self, sock: socket.socket, abort: Callable[[BaseException], tuple[str, ...]], starts_alone: Callable[[], bool]
+        self,
+        sock: socket.socket,
+        abort: Callable[[BaseException], tuple[str, ...]],
+        starts_alone: Callable[[WorkerPlan], bool],
     ) -> None:
         self._sock, self._abort, self._starts_alone = sock, abort, starts_alone
         self._sending = threading.Lock()
@@ -69,7 +72,7 @@ class Control:
         cls,
         environ: Mapping[str, str],
         abort: Callable[[BaseException], tuple[str, ...]],
-        starts_alone: Callable[[], bool],
+        starts_alone: Callable[[WorkerPlan], bool],
     ) -> Control | None:
         """Say hello to the agent and hear its first answer; None where there is no agent that answers."""
         path = environ.get(AGENT, "")
@@ -149,6 +152,20 @@ class Control:
             raise SupersededError(str(plan.generation))
         return plan
 
+    def superseded(self, generation: Generation) -> bool:
+        """Whether word of a later generation comes in time to explain what has just failed in this one."""
+        try:
+            self.wait_for(lambda plan: plan.generation > generation, timeout("notice"))
+        except TimeoutError:
+            return False
+        return True
+
+    def end_outside(self, why: str) -> NoReturn:
+        """Nobody would run again what this thread does: all processes are replaced, this one too."""
+        self.report(outside=why)
+        while True:
+            threading.Event().wait()
+
     def exchange(self, generation: Generation, adopt: Callable[[], None]) -> None:
         """Put new communicators in place, unless a notice has come that would have had to break them."""
         with self._exchange:
@@ -184,11 +201,12 @@ class Control:
                 self._noticed = plan.generation
             self._changed.notify_all()
         if notice:
-            self._notice(plan.generation)
+            self._notice(plan)
 
-    def _notice(self, generation: Generation) -> None:
+    def _notice(self, plan: WorkerPlan) -> None:
+        generation = plan.generation
         with self._exchange:
-            alone = self._starts_alone()
+            alone = self._starts_alone(plan)
             stuck = () if alone else self._abort(JobFault(f"a process of the job failed, {generation} begins"))
         if stuck:
             link.remark(f"not out of its collectives in time ({', '.join(stuck)}): this process is replaced too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.local_messages import WorkerPlan
 from phoenix_launch.messages import PlanPhase
 from phoenix_launch.timeouts import timeout as row
 from phoenix_runtime import communicators, leaving, rehearsal
@@ -18,6 +20,7 @@ from phoenix_runtime.checkpoint import private
 from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.communicators import BACKEND
 from phoenix_runtime.control import Control
+from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.fault_points import VARIABLE as FAULTS
 from phoenix_runtime.loop import LOOP
@@ -58,8 +61,10 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
 
     Raises:
         ValueError: for a backend whose communicators cannot be replaced (under phoenix-run only).
+        ScriptError: it was called before in this process (there too).
     """
     if JOB in os.environ:
+        _refuse_another_start()
         communicators.register(backend)
         patience = timeout or _torchs_own(backend)
         if rehearsal.asked(os.environ):
@@ -72,6 +77,20 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
         dist.init_process_group(backend, timeout=timeout, **options)
     else:  # plain python: a world of one
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1, **options)
+
+
+def _refuse_another_start() -> None:
+    """A process has one line to its agent, and a replacement could not tell which start it has to repeat."""
+    if dist.is_initialized():
+        raise ScriptError(
+            "init_process_group was called, but there is a default group already",
+            hint="call phoenix_runtime.init_process_group once, in place of torch's own",
+        )
+    if isinstance(LOOP.repair, Swaps):
+        raise ScriptError(
+            "init_process_group was called again after destroy_process_group",
+            hint="keep the default group for as long as the script runs",
+        )
 
 
 def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
@@ -88,7 +107,10 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
             control.report(outside=IN_SECTION)
         return stuck
 
-    control = Control.connect(os.environ, abort, lambda: BACKEND.alone)
+    def starts_alone(plan: WorkerPlan) -> bool:
+        return BACKEND.alone or (plan.alone and not copier)  # from the first word on, before its groups are there
+
+    control = Control.connect(os.environ, abort, starts_alone)
     if control is None:
         dist.init_process_group(communicators.NAME, timeout=patience, **options)
         return
@@ -117,18 +139,14 @@ def _predecessors_record(control: Control) -> StartupRecord:
         plan = control.wait_for(can_restore)
         assert plan.resumption is not None and plan.resumption.stamp is not None
         source = private_source(plan, _number("RANK"))
-        slots = open_slots(plan)
         try:
-            reader = slots.read(source.bundle, plan.resumption.stamp, source.node)
-            try:
-                return StartupRecord.from_bytes(private.startup_of(reader))
-            finally:
-                reader.close()
-        except SlotRefusedError:
-            if control.plan.generation == plan.generation and control.plan.phase is PlanPhase.SWAP:
-                raise
-        finally:
-            slots.close()
+            with contextlib.closing(open_slots(plan)) as slots:
+                reader = slots.read(source.bundle, plan.resumption.stamp, source.node)
+                with contextlib.closing(reader):
+                    return StartupRecord.from_bytes(private.startup_of(reader))
+        except (OSError, SlotRefusedError) as error:
+            if not control.superseded(plan.generation):
+                control.end_outside(f"its state could not be loaded: {error}")
 
 
 def _number(name: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -20,11 +21,13 @@ from phoenix_runtime import link, rehearsal
 from phoenix_runtime.buckets import fix_bucket_order
 from phoenix_runtime.communicators.backend import BACKEND
 from phoenix_runtime.communicators.gate import Gate, StepAborted
+from phoenix_runtime.communicators.group import NAME
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.state import Captured, TrainState
 
 T = TypeVar("T")
+GO_BACK: Final = 2  # steps at most that are run again before the caller's own
 WATCHED_STEPS: Final = 3  # in so many first steps parameters are watched for changes outside of Optimizer.step
 
 
@@ -85,7 +88,9 @@ class NoRepair:
     alone = False
 
     def begin(self, state: TrainState) -> None:
-        return None
+        swappable = dist.is_initialized() and dist.get_backend() == NAME  # then why not has been said already
+        if "PHOENIX_JOB" in os.environ and os.environ.get("RANK", "0") == "0" and not swappable:
+            link.remark("phoenix_runtime.init_process_group was not called: a failure starts all workers again")
 
     def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         return None
@@ -124,6 +129,7 @@ class Loop:
         self.gate = gate
         self.repair = repair
         self._running = ""  # run_step, or run_section: no piece of the script runs inside another
+        self._entries: dict[int, Captured] = {}  # of the caller's step and of those before it, by version
         self._optimizers = 0  # that have begun to step in this attempt
         self._hooked = False
         self._prepared: weakref.WeakSet[TrainState] = weakref.WeakSet()  # whose first step was
@@ -172,6 +178,8 @@ class Loop:
 
     def _until_whole(self, state: TrainState, function: Callable[[], T]) -> T:
         base, entry = state.step, state.capture()  # what the caller's step begins with
+        self._entries = {version: kept for version, kept in self._entries.items() if base - GO_BACK < version < base}
+        self._entries[base] = entry
         now, again = entry, False
         state.watch_safe_points(self.check)
         while True:
@@ -179,9 +187,9 @@ class Loop:
             value, whole = self._attempt("run_step", state, function)
             if whole and state.step == base:
                 return cast(T, value)
-            if whole:  # the step before was run again: what the script did after it is in this entry
+            if whole:  # a step before was run again: what the script did after it is in the entry of the next one
                 self._finish(state)
-                now = entry
+                now = self._entries[state.step]
             else:
                 now = self._repaired(state, now)
             state.reset_gradients(now)

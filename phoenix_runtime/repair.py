@@ -8,10 +8,11 @@ on; a replacement comes in at the same point, after it has run the script's star
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn
+
+import torch.distributed as dist
 
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
@@ -26,12 +27,13 @@ from phoenix_runtime.checkpoint.copier import Copier, Footing
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.backend import PhoenixBackend
 from phoenix_runtime.communicators.gate import StepAborted
+from phoenix_runtime.communicators.group import NAME
 from phoenix_runtime.communicators.recording import Recorder
 from phoenix_runtime.communicators.shadow import Shadow
 from phoenix_runtime.control import AgentGoneError, Control, SupersededError
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
-from phoenix_runtime.loop import Promoted
+from phoenix_runtime.loop import GO_BACK, Promoted
 from phoenix_runtime.resuming import can_connect, can_copy, can_restore, open_slots, packed, put_back, unpacked
 from phoenix_runtime.sections import SectionResults, TooLargeError
 from phoenix_runtime.state import Captured, TrainState
@@ -85,7 +87,8 @@ class Swaps:
         self._groups = 0  # how many torch knew when this was last asked
         self._copies = True  # in memory
         self._left: _Left | None = None  # by the step that was finished last
-        self._returns = False  # the step before the one under way can be run again in place
+        self._at = -1  # the version at whose entry the script stands
+        self._returns = 0  # how many steps before the one under way can be run again in place
         self._state: TrainState | None = None  # the one that steps are run with
         self.callbacks: list[Callable[[], None]] = []  # on_swap
 
@@ -142,7 +145,8 @@ class Swaps:
         self._captured = captured
         held = bundles.bundled(state, self._rank, self._world)
         if not again:
-            self._returns = self._left is not None and self._left == _Left.seen(state.step, held, self._backend)
+            unchanged = self._left is not None and self._left == _Left.seen(state.step, held, self._backend)
+            self._at, self._returns = state.step, min(GO_BACK, self._returns + 1) if unchanged else 0
         if not self._said_holds:
             private = bundles.private_bundle(self._rank).key
             self._control.report(holds=(*(bundle.key for bundle in held), private), private=private)
@@ -178,18 +182,18 @@ class Swaps:
         try:
             return (self._results.passed(name),)
         except TooLargeError:
-            self._end_outside(f"the result of the section {name!r} was too large to be kept")
+            self._control.end_outside(f"the result of the section {name!r} was too large to be kept")
 
     def section_begins(self, state: TrainState) -> None:
         """Its entry is of no version: what all go back to if it is interrupted is the entry of the step before."""
         FAULT_POINTS.step = state.step
         FAULT_POINTS.reached("section")
         self._stamp = self._captured = self._left = None
-        self._returns = False
+        self._returns = 0
 
     def section_aborted(self, name: str, reason: BaseException) -> NoReturn:
         self._await_notice(reason)
-        self._end_outside(IN_SECTION)
+        self._control.end_outside(IN_SECTION)
 
     def section_ended(self, name: str, value: object) -> None:
         remark = self._results.add(name, value, at_start=self._state is None)
@@ -239,12 +243,13 @@ class Swaps:
         """Go through this generation's swap to its end. Raises SupersededError as soon as there is a later one."""
         control = self._control
         control.wait_in(generation, lambda plan: control.said.aborted == generation or self.alone)
-        control.report(joined=generation, live=self._stamp, address="", returns=self._returns)
+        control.report(joined=generation, live=self._stamp, address="", at=self._at, returns=self._returns)
         construction = self._backend.construct(
             lambda addresses: control.report_in(generation, address=packed(addresses))
         )
         try:
             FAULT_POINTS.reached("joined")
+            self._copier.release()  # while the others leave their step
             self._restore(state, control.wait_in(generation, can_restore))
             FAULT_POINTS.reached("restored")
             plan = control.wait_in(generation, can_connect)
@@ -261,18 +266,13 @@ class Swaps:
         except SupersededError:
             construction.abandon()
             raise
-        except Exception:
+        except Exception as error:
             construction.abandon()
-            self._outlive(generation)
+            if control.superseded(generation):  # nearly always: another process has just died
+                raise SupersededError from None
+            if isinstance(error, (OSError, SlotRefusedError)):
+                control.end_outside(f"its state could not be loaded: {error}")
             raise
-
-    def _outlive(self, generation: Generation) -> None:
-        """Communicators that cannot be built mean, nearly always, that another process has just died: wait for that word."""
-        try:
-            self._control.wait_for(lambda plan: plan.generation > generation, timeout("notice"))
-        except TimeoutError:
-            return
-        raise SupersededError
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
@@ -282,9 +282,11 @@ class Swaps:
             plan = self._inherits or self._control.wait_for(can_restore)
             try:
                 self._restore(state, plan)
-            except (OSError, SlotRefusedError):
-                if self._inherits is not None or self._control.plan.generation == plan.generation:
+            except (OSError, SlotRefusedError) as error:
+                if self._inherits is not None:
                     raise
+                if not self._control.superseded(plan.generation):
+                    self._control.end_outside(f"its state could not be loaded: {error}")
         put_back(state, self._captured)
 
     def _restore(self, state: TrainState, plan: WorkerPlan) -> None:
@@ -332,13 +334,7 @@ class Swaps:
             self._control.wait_for(lambda plan: plan.generation > own, timeout("notice"))
         except TimeoutError:
             return
-        self._end_outside("it was in a collective outside of run_step and run_section")
-
-    def _end_outside(self, why: str) -> NoReturn:
-        """Nobody would run again what this thread does: all processes are replaced, this one too."""
-        self._control.report(outside=why)
-        while True:
-            threading.Event().wait()
+        self._control.end_outside("it was in a collective outside of run_step and run_section")
 
     def _late_group(self, name: str) -> None:
         """A replacement, which runs the script's start only, would not have this group."""

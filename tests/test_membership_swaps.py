@@ -303,24 +303,33 @@ def ahead(version: int = 6, **said: Any) -> Swaps:
     """Rank 0 has completed a step that rank 1 died in."""
     job = Swaps()
     job.train(1, rank1=-9)
-    job.say(0, job.rank(0, joined=G2, live=Stamp(G1, version), address="at0", **said))
+    job.say(0, job.rank(0, joined=G2, live=Stamp(G1, version), at=version, address="at0", **said))
     job.say(1, job.rank(1, joined=G2, address="at1"))
     return job
 
 
 def test_a_survivor_that_is_ahead_goes_back_in_place_when_it_can() -> None:
-    job = ahead(returns=True)
-    assert job.state.swap is not None
-    assert job.state.swap.recovery is not None
-    assert job.state.swap.recovery.stamp == Stamp(G1, 5)
-    assert [source.kind for source in job.plan(0).ranks[0].sources] == [SourceKind.OWN_NODE]
+    for job in (ahead(returns=1), ahead(7, returns=2)):
+        assert job.state.swap is not None
+        assert job.state.swap.recovery is not None
+        assert job.state.swap.recovery.stamp == Stamp(G1, 5)
+        assert [source.kind for source in job.plan(0).ranks[0].sources] == [SourceKind.OWN_NODE]
 
 
 def test_a_survivor_that_cannot_go_back_in_place_makes_all_start_anew() -> None:
-    for job in (ahead(), ahead(7, returns=True)):
+    for job in (ahead(), ahead(7, returns=1)):
         assert (job.phase(), job.state.rung) == (Phase.QUIESCING, Rung.FROM_SLOTS)
         assert "go back" in job.told(job_events.StartsAnew)[-1].why
         assert job.state.lineage.resumes == ()
+
+
+def test_a_dirty_survivor_that_is_ahead_has_to_go_back_too() -> None:
+    for returns, phase in ((1, Phase.SWAPPING), (0, Phase.QUIESCING)):
+        job = Swaps()
+        job.train(1, rank1=-9)
+        job.say(0, job.rank(0, joined=G2, live=None, at=6, returns=returns))
+        job.say(1, job.rank(1, joined=G2))
+        assert job.phase() is phase
 
 
 def test_a_dirty_survivor_just_loads() -> None:
@@ -373,16 +382,28 @@ def test_a_fault_after_that_makes_all_come_back_and_forget_that_they_were_leavin
 
 def test_an_exit_code_0_in_the_middle_of_the_job_is_a_fault() -> None:
     job = Swaps()
+    job.say(0, job.rank(0, inside=6))
     job.train(1, rank1=0)
     assert (job.phase(), job.state.generation) == (Phase.SWAPPING, G2)
     assert job.ranks_of(1) == [1]
     assert job.told(job_events.FaultFound)[-1].detail == "ended in the middle of the job with exit code 0"
     job.swapped()
     job.train(1, rank1=0)
+    job.say(0, job.rank(0, inside=6))
     assert job.phase() is Phase.STOPPING
     assert job.outcome.exit_code == EXIT_WORKER_FAILED
     ended = "rank 1 on node1 ended in the middle of the job with exit code 0"
     assert job.outcome.text == f"{ended}, for the second time in step 6"
+
+
+def test_ranks_that_exit_hard_at_the_very_end_have_ended_well() -> None:
+    job = Swaps()
+    job.say(0, job.rank(0, inside=5))
+    job.train(1, rank1=0)
+    assert job.phase() is Phase.RUNNING
+    job.train(0, rank0=0)
+    assert job.phase() is Phase.LEAVING
+    assert job.outcome.exit_code == EXIT_OK
 
 
 def go_on(job: Swaps, seconds: float, inside: int) -> None:
@@ -426,9 +447,11 @@ def test_a_new_process_that_ends_well_before_it_has_restored_anything_is_a_fault
 
 def test_the_exit_code_of_the_worker_is_no_success_when_the_job_failed() -> None:
     job = Swaps(replace(PAIR, worker_exit_code=True))
+    job.say(0, job.rank(0, inside=6))
     job.train(1, rank1=0)
     job.swapped()
     job.train(1, rank1=0)
+    job.say(0, job.rank(0, inside=6))
     assert job.outcome.exit_code == EXIT_WORKER_FAILED
 
 

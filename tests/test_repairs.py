@@ -117,7 +117,7 @@ def test_a_lost_nodes_last_report_may_be_an_old_one() -> None:
     job.step = 6
     job.train(0)  # rank 1's node said 5, and is not heard of again
     job.lose(1)
-    job.say(0, job.rank(0, joined=G2, live=Stamp(G1, 6), returns=True, address="at0"))
+    job.say(0, job.rank(0, joined=G2, live=Stamp(G1, 6), at=6, returns=1, address="at0"))
     job.leave(2)
     for index in (0, 2):
         job.restore(index)

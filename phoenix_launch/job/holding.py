@@ -36,7 +36,8 @@ def failed(state: State) -> list[Ended]:
 
 
 def too_early(state: State, ended: Ended) -> bool:
-    """It ended well in the middle of a job that has to have all its ranks: it did not wait for the others' end."""
+    """It ended well in the middle of a job that has to have all its ranks: it did not wait for the others, and one of them is
+    in a step that it has not done. (A script may call os._exit at its very end.)"""
     if ended.report.code != 0 or not resilient(state) or all(p.rank in state.ended for p in state.places):
         return False
     holder = state.holders.get(ended.rank)
@@ -44,7 +45,9 @@ def too_early(state: State, ended: Ended) -> bool:
         return False
     if holder.runtime is None:  # without a word: such a one is of no use to a swap, and else it may come to its end
         return state.swap is not None and holder.born == state.generation
-    return not holder.runtime.leaving
+    if holder.runtime.leaving:
+        return False
+    return state.swap is not None or any(held(state, o.rank) and o.inside > holder.step for o in state.holders.values())
 
 
 def all_leaving(state: State) -> bool:
@@ -96,11 +99,6 @@ def survivors(state: State) -> list[Holder]:
     return [h for h in state.holders.values() if h.born < state.generation and h.runtime is not None]
 
 
-def replacements(state: State) -> list[Holder]:
-    """Those that take a lost one's place."""
-    return [holder for holder in state.holders.values() if holder.born == state.generation]
-
-
 def has_aborted(state: State, holder: Holder) -> bool:
     """No thread of it is in a collective any more."""
     at = state.generation
@@ -117,11 +115,9 @@ def has_restored(state: State, holder: Holder) -> bool:
 
 
 def cannot_go_back(holder: Holder, version: int) -> bool:
-    """It offers a later version than the one at which all resume, and cannot repeat what lies between."""
+    """Its script stands at a later version than that at which all resume, and it cannot run again what lies between."""
     runtime = holder.runtime
-    if runtime is None or runtime.live is None or runtime.live.version <= version:
-        return False
-    return not runtime.returns or runtime.live.version > version + 1
+    return runtime is not None and runtime.at - version > runtime.returns
 
 
 def addresses(state: State) -> dict[int, str]:

@@ -155,7 +155,7 @@ class Swapping(Transition):
         assert state.swap is not None
         if holding.lost(state):
             self._repair()
-        elif why := holding.cannot_stay(holding.replacements(state)):
+        elif why := holding.cannot_stay(state.holders.values()):
             self._anew(Rung.FROM_SLOTS, why)
         elif state.swap.recovery is None:
             self._settle_offers()

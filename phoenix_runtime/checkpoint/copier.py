@@ -108,16 +108,22 @@ class Copier:
 
     # --- the main thread ---------------------------------------------------------------------------------------------
 
-    def resume(self, footing: Footing) -> None:
-        """Before the first step, and in a swap before the communicators are adopted (what the thread still does for the
-        generation before must not meet the new ones): `complete` begins anew. Raises TimeoutError."""
+    def release(self) -> None:
+        """In a swap, as soon as the step was left: give back what the generation before had open, which takes a while.
+        Raises TimeoutError."""
         self.stop()
         with self._changed:
             if not self._changed.wait_for(lambda: self._order is None or self._order.over, _LEAVE):
                 raise TimeoutError(f"the thread that copies did not leave its copy within {_LEAVE:g} s")
+            self._drop_link()
+
+    def resume(self, footing: Footing) -> None:
+        """Before the first step, and in a swap before the communicators are adopted (what the thread still does for the
+        generation before must not meet the new ones): `complete` begins anew. Raises TimeoutError."""
+        self.release()
+        with self._changed:
             self._order, self._footing, self.error, self._stopped = None, footing, None, False
             self._sealed = self.complete = commit.NO_VERSION
-            self._drop_link()
 
     def begin(self, stamp: Stamp, bundles: Sequence[Bundle], private: Private) -> None:
         """At a step's entry. Of `bundles` nothing may change until `wait` has returned. Said again it is the same copy.

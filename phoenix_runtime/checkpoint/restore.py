@@ -96,8 +96,7 @@ class _Places:
         return (*found, key)
 
     def _state(self, row: Row) -> Tensor:
-        """A piece of an optimizer's state; one that is missing is made as the optimizer itself would make it,
-        but for its values."""
+        """A piece of an optimizer's state; one that is missing is made as the optimizer would make it, with any values."""
         part, parameter, key = self._owner(row.name)
         entry = part.stepping.state[parameter]
         tensor = entry.get(key)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+from phoenix_launch.records.journal import AnyEvent, SpareParked, Swap, read_events
 
 BIN: Final = Path(sys.executable).parent
 PHOENIX: Final = str(BIN / "phoenix-run")
@@ -50,6 +53,7 @@ def alternate(cases: Mapping[str, Callable[[], float]], rounds: int, unit: str =
 @contextlib.contextmanager
 def job(command: Sequence[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A launcher with a folder of its own (its workers' BENCH_FOLDER, PHOENIX_HOME); ended when the block is left."""
+    signal.signal(signal.SIGTERM, _leave)  # of `timeout`, say: so that the job ends with the measurement
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         environment = {"OMP_NUM_THREADS": "1", "PHOENIX_HOME": f"{name}/home", "BENCH_FOLDER": name, **environment}
@@ -72,6 +76,30 @@ def job(command: Sequence[str], **environment: str) -> Iterator[tuple[subprocess
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def journal(folder: Path) -> list[AnyEvent]:
+    """What the only job in a folder of `job` has written so far."""
+    return [event for path in folder.glob("home/jobs/*/events.jsonl") for event in read_events(path)]
+
+
+def swaps(folder: Path) -> list[Swap]:
+    return [event for event in journal(folder) if isinstance(event, Swap)]
+
+
+def parked(folder: Path) -> int:
+    """How many processes were made ready so far."""
+    return sum(isinstance(event, SpareParked) for event in journal(folder))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def finish(process: subprocess.Popen[str]) -> str:

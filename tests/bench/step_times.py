@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,11 @@ class Life:
     def done(self) -> int:
         """The newest step that it has finished, -1: none."""
         return max((moment.step for moment in self.of("done")), default=-1)
+
+    def spans(self, first: str, last: str) -> list[float]:
+        """Seconds from each `first` to the `last` of the same step, where both were logged."""
+        ends = {moment.step: moment.at for moment in self.of(last)}
+        return [ends[moment.step] - moment.at for moment in self.of(first) if moment.step in ends]
 
 
 class Logs:
@@ -80,19 +85,29 @@ class Logs:
                     found[life.rank] = min(max(moment.at, since), found.get(life.rank, float("inf")))
         return found
 
+    def wait_for_steps(self, world: int, steps: int = 3) -> None:
+        """Until `world` ranks have each finished so many more steps, in the process that they have by then."""
+        self.follow()
+        before = {life.pid: len(life.of("done")) for life in self.lives.values()}
+
+        def train_on() -> bool:
+            self.follow()
+            newest = self.newest()
+            return len(newest) >= world and all(
+                len(life.of("done")) >= before.get(life.pid, 0) + steps for life in newest.values()
+            )
+
+        until(train_on, f"{world} ranks that train on")
+
     def step_seconds(self) -> float:
         """Median over all ranks, of steps that followed upon one another."""
         taken = [
             later.at - earlier.at
             for life in self.lives.values()
-            for earlier, later in _pairs(life.of("done"))
+            for earlier, later in itertools.pairwise(life.of("done"))
             if later.step == earlier.step + 1
         ]
         return statistics.median(taken)
-
-
-def _pairs(moments: list[Moment]) -> Iterator[tuple[Moment, Moment]]:
-    return zip(moments, moments[1:], strict=False)
 
 
 @dataclass(frozen=True)
@@ -109,19 +124,9 @@ class Kill:
         return max(self.past.values()) - self.at
 
 
-def kill_one(logs: Logs, rank: int, world: int, chance: random.Random, *, steady: int = 3) -> Kill:
-    """Kill a rank somewhere within a step, once all have trained on steadily, and wait until `world` ranks are past that step."""
-    logs.follow()
-    lives = {r: len(life.of("done")) for r, life in logs.newest().items()}
-
-    def trains() -> bool:
-        logs.follow()
-        newest = logs.newest()
-        return len(newest) >= world and all(
-            len(life.of("done")) >= lives.get(r, 0) + steady and life.of("ready") for r, life in newest.items()
-        )
-
-    until(trains, f"{world} ranks that train on")
+def kill_one(logs: Logs, rank: int, world: int, chance: random.Random, replicas: int = 0) -> Kill:
+    """Kill a rank somewhere within a step, once `replicas` (else `world`) train on; wait until `world` are past that step."""
+    logs.wait_for_steps(replicas or world)
     victim = logs.newest()[rank]
     before = len(victim.of("done"))
 

@@ -1,9 +1,8 @@
-"""From SIGKILL of one of four ranks until all four are past the interrupted step: in place, torchrun, torchft, in turns.
+"""From SIGKILL of one of four ranks until all four are past the interrupted step: in place, torchrun and torchft in turns.
 
-4 ranks on 2 simulated nodes, each with a process kept ready, a model of 4.8 M parameters; kills fall anywhere in a step. torchrun has
-a checkpoint of every step. torchft (`--torchft PYTHON`, of an environment in which it is installed) runs with its defaults and with
-a fifth replica that trains along. Then the swaps' phases; what is left when the rest of the doomed step, the script's own start and the
-repeated step are taken off; a whole node against a spare node; and kills within the copying.
+4 ranks on 2 simulated nodes, each with one more process ready, a model of 4.8 M parameters; kills fall anywhere in a step.
+torchrun has a checkpoint of every step. torchft (`--torchft PYTHON`, of an environment that has it) runs with its defaults, and
+with a fifth replica that trains along. Then what swaps are made of, a whole node and a spare node, and kills in the copying.
 """
 
 from __future__ import annotations
@@ -12,104 +11,216 @@ import argparse
 import contextlib
 import os
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from measure import PHOENIX, TORCHRUN, WORKERS, job, summary, until
-from step_times import Kill, Logs, after_kill, kill_one
+from measure import PHOENIX, TORCHRUN, WORKERS, finish, free_port, job, journal, parked, summary, swaps, until
+from step_times import Kill, Life, Logs, after_kill, kill_one
 
-from phoenix_launch.records.journal import Fault, SpareParked, Swap, read_events
+from phoenix_launch.records.journal import Fault, Swap, WorkerStarted
 
 WORLD: Final = 4
 ON_NODES: Final = ("--nodes", "2", "--nproc-per-node", "2")
+SCRIPT: Final = str(WORKERS / "train_phoenix.py")
 UNPATCHED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it restarted gloo workers find the old store
-Killed = list[tuple[Kill, Logs]]
+COPIED_AT: Final = (12, 20, 28, 36)  # steps in whose copying a rank dies
+Run = Callable[[int], list[Kill]]
 
 
-def journal(folder: Path) -> Path:
-    (path,) = folder.glob("home/jobs/*/events.jsonl")
-    return path
+class InPlace:
+    """What the jobs that were repaired in place have told."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.swaps: list[Swap] = []
+        self.parts: list[dict[str, float]] = []
+        self.beyond: list[float] = []  # from the moment when the fault was found
+        self.step = 0.0
+
+    def run(self, kills: int) -> list[Kill]:
+        with job([PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT]) as (_, folder):
+            logs = Logs(folder)
+            found = []
+            for number in range(kills):
+                found.append(kill_one(logs, 1 + number % (WORLD - 1), WORLD, self.chance))
+                self.parts.append(parts(logs, found[-1]))
+            until(lambda: len(swaps(folder)) == kills, "the swaps in the journal")
+            self.beyond += beyond_detection(folder, found)
+            self.swaps += swaps(folder)
+            self.step = logs.step_seconds()
+        return found
+
+    def nodes(self, kills: int) -> list[Kill]:
+        """The node of rank 3 loses power; it comes back as the next spare node."""
+        options = ("--spares", "1", "--allow-drills", "--max-failures-per-host", str(kills + 1))
+        with job([PHOENIX, *ON_NODES, *options, SCRIPT]) as (_, folder):
+            logs = Logs(folder)
+            found = []
+            for number in range(kills):
+                logs.wait_for_steps(WORLD)
+                until(lambda seen=number: parked(folder) >= 2 * (seen + 1), "a spare node")  # type: ignore[misc]
+                node = [e.node for e in journal(folder) if isinstance(e, WorkerStarted) and e.rank == WORLD - 1][-1]
+                victim, at = logs.newest()[WORLD - 1], time.monotonic()
+                environment = {**os.environ, "PHOENIX_HOME": f"{folder}/home"}
+                command = [PHOENIX, "inject-fault", "kill-node", "--node", node]
+                subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+                found.append(after_kill(logs, victim, at, WORLD))
+            until(lambda: len(swaps(folder)) == kills, "the swaps in the journal")
+            self.beyond += beyond_detection(folder, found)
+            self.swaps += swaps(folder)
+        return found
 
 
-def swaps(folder: Path) -> list[Swap]:
-    return [event for event in read_events(journal(folder)) if isinstance(event, Swap)]
+def beyond_detection(folder: Path, kills: Sequence[Kill]) -> list[float]:
+    """Seconds from each fault's line in the journal until all were past the interrupted step."""
+    offset = time.time() - time.monotonic()
+    faults = [event.t - offset for event in journal(folder) if isinstance(event, Fault)]
+    return [kill.at + kill.seconds - min(t for t in faults if t > kill.at) for kill in kills]
 
 
-# --- the cases ------------------------------------------------------------------------------------------------------------
-
-
-def in_place(kills: int, chance: random.Random, told: list[Swap]) -> Killed:
-    command = [PHOENIX, *ON_NODES, "--local-spares", "1", str(WORKERS / "train_phoenix.py")]
-    with job(command) as (_, folder):
-        logs = Logs(folder)
-        found = [(kill_one(logs, 1 + number % 3, WORLD, chance), logs) for number in range(kills)]
-        until(lambda: len(swaps(folder)) == kills, "the swaps in the journal")
-        told += swaps(folder)
+def parts(logs: Logs, kill: Kill) -> dict[str, float]:
+    """Of one swap, in seconds: what is the step's and the script's own, and what remains."""
+    new = logs.newest()[kill.victim.rank]
+    again = new.of("enters")[0].at
+    doomed = [left_at(life, kill, again) for life in logs.newest().values() if life.pid != new.pid]
+    began = {moment.event: moment.at for moment in reversed(new.moments)}
+    own = began["imported"] - began["began"] + began["built"] - began["grouped"]
+    found = {
+        "until the step is run again": again - kill.at,
+        "rest of the doomed step": max(doomed),
+        "until the new process runs": began["began"] - kill.at,
+        "start and model building": own,
+        "repeated step": kill.at + kill.seconds - again,
+    }
+    found["remains"] = found["until the step is run again"] - max(max(doomed), own)
+    found["remains, all taken off"] = found["until the step is run again"] - max(doomed) - own
     return found
 
 
-def torchrun(kills: int, chance: random.Random) -> Killed:
-    command = [TORCHRUN, "--standalone", "--nproc-per-node", "4", "--max-restarts", str(kills), str(WORKERS / "train_disk.py")]
-    with job(command, BENCH_CHECKPOINTS="1", **UNPATCHED) as (_, folder):
-        logs = Logs(folder)
-        return [(kill_one(logs, 1 + number % 3, WORLD, chance), logs) for number in range(kills)]
+def left_at(life: Life, kill: Kill, again: float) -> float:
+    """When a survivor left the step that it was in, by seconds from the kill; 0: it was between two."""
+    return max((moment.at - kill.at for moment in life.of("leaves", after=kill.at) if moment.at < again), default=0.0)
 
 
-def torchft(python: str, extra: bool, kills: int, chance: random.Random) -> Killed:
-    """A lighthouse, and a torchrun for each replica, which starts it again."""
-    ports = [free_port() for _ in range(6)]
-    replicas = WORLD + extra
-    bin_folder = Path(python).parent
-    lighthouse = [str(bin_folder / "torchft_lighthouse"), "--bind", f"127.0.0.1:{ports[0]}", "--min_replicas", str(WORLD if extra else 1)]
-    if extra:
-        lighthouse += ["--heartbeat_timeout_ms", "1000"]
-    environment = {**UNPATCHED, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{ports[0]}", "NUM_REPLICA_GROUPS": str(replicas)}
+# --- the rivals -----------------------------------------------------------------------------------------------------------
+
+
+def kill_ranks(logs: Logs, kills: int, chance: random.Random) -> list[Kill]:
+    return [kill_one(logs, 1 + number % (WORLD - 1), WORLD, chance) for number in range(kills)]
+
+
+def torchrun(kills: int, chance: random.Random) -> list[Kill]:
+    options = ("--standalone", "--nproc-per-node", str(WORLD), "--max-restarts", str(kills))
+    with job([TORCHRUN, *options, str(WORKERS / "train_disk.py")], BENCH_CHECKPOINTS="1", **UNPATCHED) as (_, folder):
+        return kill_ranks(Logs(folder), kills, chance)
+
+
+def torchft(python: str, extra: bool, kills: int, chance: random.Random) -> list[Kill]:
+    """A lighthouse, and for each replica a torchrun that starts it again."""
+    folder = Path(python).parent
+    port, replicas = free_port(), WORLD + extra
+    lighthouse = [str(folder / "torchft_lighthouse"), "--bind", f"127.0.0.1:{port}"]
+    lighthouse += ["--min_replicas", str(WORLD), "--heartbeat_timeout_ms", "1000"] if extra else ["--min_replicas", "1"]
+    environment = {**UNPATCHED, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+    environment |= {"BENCH_EXTRA_REPLICA": "1"} if extra else {}
+    options = ("--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "99")
     with contextlib.ExitStack() as running:
-        _, folder = running.enter_context(job(lighthouse))
+        _, shared = running.enter_context(job(lighthouse))
         for number in range(replicas):
-            command = [python, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "99",
-                       "--master-port", str(ports[1 + number]), str(WORKERS / "train_torchft.py")]  # fmt: skip
-            more = {"BENCH_EXTRA_REPLICA": "1"} if extra else {}
-            running.enter_context(job(command, **environment, **more, REPLICA_GROUP_ID=str(number), BENCH_FOLDER=str(folder)))
+            torchrun = [python, "-m", "torch.distributed.run", *options, "--master-port", str(free_port())]
+            own = {"REPLICA_GROUP_ID": str(number), "BENCH_FOLDER": str(shared)}
+            running.enter_context(job([*torchrun, str(WORKERS / "train_torchft.py")], **environment, **own))
+        logs = Logs(shared)
+        logs.wait_for_steps(replicas)
+        return [kill_one(logs, 1 + number % (WORLD - 1), WORLD, chance, replicas) for number in range(kills)]
+
+
+# --- kills within the copying ---------------------------------------------------------------------------------------------
+
+
+def within_copying() -> tuple[list[int | None], list[float]]:
+    """Steps that each swap has lost; and seconds for which a copy is under way, of all copies of all ranks."""
+    with job([PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--steps", "44"]) as (process, folder):
+        finish(process)
         logs = Logs(folder)
-        return [(kill_one(logs, 1 + number % 3, WORLD, chance), logs) for number in range(kills)]
+        logs.follow()
+        window = [seconds for life in logs.lives.values() for seconds in life.spans("copies", "copied")]
+    faults = ";".join(f"copying,{1 + number % 3},{step}" for number, step in enumerate(COPIED_AT))
+    with job([PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--steps", "44"], BENCH_FAULTS=faults) as (
+        process,
+        folder,
+    ):
+        finish(process)
+        lost = [swap.lost_steps for swap in swaps(folder)]
+    return lost, window
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+# --- the report -----------------------------------------------------------------------------------------------------------
+
+
+def table(title: str, rows: Iterable[dict[str, float]], unit: float = 1000) -> None:
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value * unit)
+    print(f"\n{title}, ms: median (min-max)")
+    for name, values in columns.items():
+        print(f"  {name:30} {statistics.median(values):7.0f} ({min(values):.0f}-{max(values):.0f})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=10)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10, help="in place")
+    parser.add_argument("--rival-kills", type=int, default=4, help="of each other tool, 0: leave them out")
+    parser.add_argument("--rounds", type=int, default=2, help="in so many turns")
+    parser.add_argument("--torchft", default="", metavar="PYTHON", help="of an environment with torchft-nightly")
     options = parser.parse_args()
-    chance = random.Random(1)
-    told: list[Swap] = []
-    found = in_place(options.kills, chance, told)
-    for kill, logs in found:
-        timeline(kill, logs)
-    print(summary([k.seconds for k, _ in found]))
-    for s in told:
-        print(s.phases, s.lost_steps, round(s.total,3), s.rung)
-
-
-def timeline(kill: Kill, logs: Logs) -> None:
-    new = logs.newest()
-    print(f"\nrank {kill.victim.rank}: {kill.seconds:.3f}  step {logs.step_seconds():.3f}")
-    for life in logs.lives.values():
-        ms = [m for m in life.moments if kill.at <= m.at <= kill.at + kill.seconds + 0.1]
-        if life.pid == kill.victim.pid or not ms:
-            continue
-        print("  ", life.rank, life.pid, " ".join(f"{m.event}{m.step}@{m.at - kill.at:.3f}" for m in ms))
+    print(f"load {os.getloadavg()[0]:.1f}", flush=True)
+    ours, nodes, chance = InPlace(random.Random(1)), InPlace(random.Random(1)), random.Random(1)
+    cases: dict[str, tuple[Run, int]] = {"in place": (ours.run, options.kills)}
+    if options.rival_kills:
+        cases["torchrun, a checkpoint a step"] = (lambda kills: torchrun(kills, chance), options.rival_kills)
+        if options.torchft:
+            python = options.torchft
+            cases["torchft"] = (lambda kills: torchft(python, False, kills, chance), options.rival_kills)
+            cases["torchft, a fifth replica"] = (
+                lambda kills: torchft(python, True, kills, chance),
+                options.rival_kills,
+            )
+        else:
+            print("torchft is not measured: no --torchft PYTHON")
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(options.rounds):
+        for name, (run, kills) in cases.items():
+            share = kills * (number + 1) // options.rounds - kills * number // options.rounds
+            taken[name] += [kill.seconds for kill in run(share)] if share else []
+            print(
+                f"  round {number + 1}: {name} {', '.join(f'{s:.3f}' for s in taken[name])}",
+                file=sys.stderr,
+                flush=True,
+            )
+    print("\nall ranks past the interrupted step, after a SIGKILL of one")
+    for name, seconds in taken.items():
+        print(f"  {name:30} {summary(seconds)}", flush=True)
+    best = min((statistics.median(seconds) for name, seconds in taken.items() if name != "in place"), default=0.0)
+    if best:
+        print(f"  in place / best other          {statistics.median(taken['in place']) / best:.2f}")
+    print(f"  steps lost in place            {[swap.lost_steps for swap in ours.swaps]}; a step {ours.step:.3f} s")
+    table("parts of a swap in place", ours.parts)
+    table("its phases in the journal", [swap.phases for swap in ours.swaps])
+    whole = [kill.seconds for kill in nodes.nodes(3)]
+    print(f"\na whole node, a spare node       {summary(whole)}")
+    print(f"  beyond detection               {summary(nodes.beyond)}")
+    print(f"  of one process                 {summary(ours.beyond)}")
+    table("its phases in the journal", [swap.phases for swap in nodes.swaps])
+    lost, window = within_copying()
+    print(f"\nkilled within the copying: steps lost {lost}; a copy is under way for {summary(window)}")
+    print(f"load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -79,13 +79,15 @@ def rank_report(worker: Worker, complete: int) -> RankReport:
         live=stamp_of(worker.stamp) if worker.mode == LEFT else None,
         address=f"{worker.rank}.{worker.joined}",
         restored=Generation(1, worker.restored) if worker.restored else NO_GENERATION,
-        returns=True,
+        returns=1,
         outside="a collective outside of a step" if worker.mode == OUTSIDE else "",
     )
     ended = ExitReport(worker.code % EARLY if worker.code > 0 else worker.code, 0.0) if worker.code else None
     state = ProcessState.GONE if worker.code else ProcessState.RUNNING
     born = Generation(1, worker.born)
-    return RankReport(worker.rank, born, 1000 + worker.rank, state, max(worker.stamp[1], 0), ended, runtime)
+    version = max(worker.stamp[1], 0)
+    inside = version + 1 if worker.mode == RUNS and not worker.code else -1
+    return RankReport(worker.rank, born, 1000 + worker.rank, state, version, ended, runtime, inside)
 
 
 def stamp_of(stamp: tuple[int, int]) -> Stamp:

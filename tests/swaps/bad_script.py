@@ -66,11 +66,36 @@ class LateGroup(Script):
             dist.new_group()
 
 
-class ForeignBackend(Script):
-    """Asks for communicators that we cannot replace."""
+class Refused(Script):
+    """Does one thing after the other that is refused, and goes on; each word that it hears is printed."""
 
     def start(self) -> None:
-        phoenix.init_process_group("mpi")
+        self.tried(lambda: phoenix.init_process_group("mpi"))
+        super().start()
+        self.tried(super().start)
+
+    def tried(self, wrong: Callable[[], object]) -> None:
+        try:
+            wrong()
+        except Exception as error:
+            print(str(error).partition("\n")[0], flush=True)
+
+    def step(self) -> Tensor:
+        if self.state.step == WRONG_FROM:
+            self.tried(lambda: phoenix.run_step(self.state, self.training.step))
+        return super().step()
+
+    def between(self) -> None:
+        if self.state.step == WRONG_FROM + 1:
+            self.tried(lambda: phoenix.run_step(self.state, self.leave_gradients))
+            self.training.model.zero_grad()
+
+    def leave_gradients(self) -> None:
+        self.training.model(torch.ones(1, 16)).mean().backward()
+
+    def after(self) -> None:
+        dist.destroy_process_group()
+        self.tried(super().start)
 
 
 class ForeignGroup(Script):
@@ -93,28 +118,6 @@ class TorchsOwnStart(Script):
         dist.init_process_group("gloo")
 
 
-class StartsTwice(Script):
-    def start(self) -> None:
-        super().start()
-        phoenix.init_process_group("gloo")
-
-
-class StartsAnew(Script):
-    """Destroys its group in the middle, and wants another."""
-
-    def between(self) -> None:
-        if self.wrong:
-            dist.destroy_process_group()
-            self.start()
-
-
-class Nested(Script):
-    def step(self) -> Tensor:
-        if self.wrong:
-            phoenix.run_step(self.state, self.training.step)
-        return super().step()
-
-
 class Outside(Script):
     """Communicates between two steps."""
 
@@ -124,15 +127,6 @@ class Outside(Script):
         FAULT_POINTS.reached("outside")
         dist.all_reduce(counts)
         assert counts.item() == 16
-
-
-class PendingGradients(Script):
-    def step(self) -> Tensor:
-        if self.wrong:
-            loss = self.training.model(torch.ones(1, 16)).mean()
-            loss.backward()
-            return loss
-        return super().step()
 
 
 class OwnError(Script):
@@ -151,25 +145,24 @@ class ErrorOnAll(Script):
         return super().step()
 
 
-class ErrorFromAborted(Script):
-    """Does not trust what it has received; in an aborted step that is rightly so."""
+class Rough(Script):
+    """Does not trust what it has received (in an aborted step rightly so), catches each Exception, and stops all threads."""
+
+    seconds = 2.0
 
     def step(self) -> Tensor:
+        try:
+            return self.distrust()
+        except Exception:
+            return torch.zeros(())
+
+    def distrust(self) -> Tensor:
         ones = torch.ones(4)
         dist.all_reduce(ones)
         FAULT_POINTS.reached("summed")
         dist.all_reduce(ones)
         if ones[0].item() != 16:
             raise ValueError(f"the sum is {ones[0]}")
-        return super().step()
-
-
-class HoldsInterpreter(Script):
-    """No other thread of the process runs for a while, in the step that is aborted."""
-
-    seconds = 2.0
-
-    def step(self) -> Tensor:
         loss = super().step()
         if FAULT_POINTS.happens("holds"):
             ctypes.PyDLL(None).usleep(
@@ -178,19 +171,10 @@ class HoldsInterpreter(Script):
         return loss
 
 
-class HoldsInterpreterLong(HoldsInterpreter):
-    """Longer than a process may need to be out of its collectives."""
+class RoughAndLong(Rough):
+    """It holds the interpreter's lock for longer than a process may need to be out of its collectives."""
 
     seconds = 8.0
-
-
-class CatchesException(Script):
-    def step(self) -> Tensor:
-        try:
-            return super().step()
-        except Exception as error:
-            print(f"caught {type(error).__name__}", flush=True)
-            return torch.zeros(())
 
 
 class CatchesEverything(Script):
@@ -236,9 +220,8 @@ class LateEvaluation(Script):
 CASES: dict[str, Callable[[int], Script]] = {
     case.__name__: case
     for case in [
-        Script, LateGroup, ForeignBackend, ForeignGroup, TorchsOwnStart, StartsTwice, StartsAnew, Nested, Outside,
-        PendingGradients, OwnError, ErrorOnAll, ErrorFromAborted, HoldsInterpreter, HoldsInterpreterLong,
-        CatchesException, CatchesEverything, HardExit, HardExitAtTheEnd, EarlyExit, LateEvaluation,
+        Script, LateGroup, Refused, ForeignGroup, TorchsOwnStart, Outside, OwnError, ErrorOnAll, Rough, RoughAndLong,
+        CatchesEverything, HardExit, HardExitAtTheEnd, EarlyExit, LateEvaluation,
     ]
 }  # fmt: skip
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harms import do_harm
-from swap_script import Counted
+from harms import Counted, do_harm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -17,12 +17,29 @@ from typing import Any, Final
 
 import psutil
 
+from phoenix_runtime.communicators.group import PhoenixGroup
 from phoenix_runtime.fault_points import FAULT_POINTS
 
 LATER: Final = 0.1  # seconds after which "soon" happens: in the middle of what another fault at this step has caused
 GONE: Final = 5.0  # seconds in which a killed process is gone
 SPARE_NODE: Final = 2  # the index of the first spare node of a job with two nodes
 _pause: Final = threading.Event()
+
+
+class Counted:
+    """Collectives of a step are fault points, too: "collective N", counted from 1."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        original = PhoenixGroup._carry
+
+        def carry(group: PhoenixGroup, operation: str, outputs: Any, *arguments: Any) -> Any:
+            if group.scripts:
+                self.made += 1
+                FAULT_POINTS.reached(f"collective {self.made}")
+            return original(group, operation, outputs, *arguments)
+
+        PhoenixGroup._carry = carry  # type: ignore[method-assign]
 
 
 def do_harm() -> None:
@@ -100,6 +117,12 @@ def _kill_children(word: str) -> None:
     _kill([min(found, key=psutil.Process.create_time)])
 
 
+def _lose_agent() -> None:
+    """And no step more: the guardian ends what is below it."""
+    _agent().kill()
+    _pause.wait(GONE)
+
+
 def _die_soon() -> None:
     threading.Timer(LATER, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
@@ -127,7 +150,7 @@ HARMS: Final[dict[str, Callable[[], None]]] = {
     "spare node": lambda: lose_node(_parked(f"node{SPARE_NODE}")[0].parent()),
     "spare": lambda: _kill(_parked(os.environ["PHOENIX_NODE"])[:1]),
     "spare elsewhere": lambda: _kill(_parked(f"node{SPARE_NODE}")[:1]),
-    "agent": lambda: _agent().kill(),
+    "agent": _lose_agent,
     "checkpoint server": lambda: _kill_children("checkpoint.server"),
     "fork server": lambda: _kill_children("phoenix_runtime.fork_server"),
     "soon": _die_soon,

@@ -1,7 +1,8 @@
 """Sections wherever a script may have them: `section_script.py KIND STEPS`.
 
 One before the loop, in every process; one at the top of the loop, before each third step. KIND is what the second one returns:
-"loss", "large" (rank 0: more than is kept for a replacement) or "lambda". Fault points: the runtime's own.
+"large" (of rank 0: more than is kept for a replacement) or "lambda". Data parallel by hand. Fault point beside the runtime's
+own: "stepped", when all ranks have stepped their optimizer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import phoenix_runtime as phoenix
+from phoenix_runtime.fault_points import FAULT_POINTS
 
 EVERY = 3
 
@@ -26,16 +27,22 @@ def main(kind: str, steps: int) -> None:
     phoenix.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.1), nn.Linear(12, 6)))
+    model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.1), nn.Linear(12, 6))
     torch.manual_seed(10 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    phoenix.replicated(model)
+    phoenix.replicated(optimizer)
     state = phoenix.TrainState(model=model, optimizer=optimizer, best=float("inf"), rises=0)
     losses: dict[int, float] = {}  # what sections returned in this process, by step
 
     def train_step() -> Tensor:
         loss: Tensor = (model(torch.rand(4, 6)) - 0.3).square().mean()
         loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
         optimizer.step()
+        dist.barrier()
+        FAULT_POINTS.reached("stepped")
         optimizer.zero_grad()
         return loss.detach()
 
@@ -46,7 +53,7 @@ def main(kind: str, steps: int) -> None:
 
     def evaluate() -> Any:
         with torch.no_grad():
-            loss = (model.module(torch.rand(2, 6)) - 0.3).square().mean()
+            loss = (model(torch.rand(2, 6)) - 0.3).square().mean()
             dist.all_reduce(loss)
         if kind == "large" and rank == 0:
             return [float(loss), b"examples" * (1 << 18)]

@@ -1,4 +1,4 @@
-"""Everything that training state can be, in one script that runs under phoenix-run, torchrun and plain python: `state_script.py STEPS`.
+"""Everything that training state can be, in a script for phoenix-run, torchrun and python: `state_script.py everything STEPS`.
 
 Each rank prints at the end, as a JSON line, a digest of each part of what it holds and of what its steps have seen. Fault
 points beside the runtime's own: "built", "between" (before run_step), "in section" (between two collectives of a section),
@@ -236,11 +236,14 @@ def main(steps: int) -> None:
     FAULT_POINTS.reached("after")
     said = {"rank": rank, "step": state.step, "generation": phoenix.generation(), "swapped": swapped,
             "resilient": phoenix.is_resilient(), "backend": dist.get_backend()}  # fmt: skip
-    print(json.dumps({**said, "digests": training.digests()}), flush=True)
+    sys.stdout.write(
+        json.dumps({**said, "digests": training.digests()}) + "\n"
+    )  # in one piece: torchrun does not keep lines apart
+    sys.stdout.flush()
     state.data.close()
     state.more.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[2]))

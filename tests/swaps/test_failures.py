@@ -24,40 +24,34 @@ def repaired(folder: Path, *options: object, faults: list[str], kind: str = "ddp
     return found
 
 
-def test_a_rank_may_die_in_an_optimizer_between_two_and_in_each_phase_of_the_copying(tmp_path: Path) -> None:
-    faults = ["between,0,2", "optimizer 1,1,4", "between optimizers,2,6", "optimizer 2,3,8", "voting,0,10", "agreed,1,12",
-              "copying,2,14", "sealed,3,16", "replicated,0,18", "collective 1,1,20"]  # fmt: skip
-    found = repaired(tmp_path, faults=faults)
-    assert found.rungs == [IN_PLACE] * len(faults)
-    assert all(swap["lost_steps"] <= 1 for swap in found.swaps)
+def test_a_rank_may_die_while_it_starts_in_each_phase_of_its_step_and_of_the_copying(tmp_path: Path) -> None:
+    """While one copies the others may get a step ahead. Who is at the entry of the next one then has two steps to go back: that
+    is done by new processes."""
+    at_start = ["built,1,-1"]
+    in_step = ["collective 1,2,1", "optimizer 1,0,3", "between optimizers,2,5", "optimizer 2,3,7", "replicated,0,9"]
+    copying = ["voting,0,12", "agreed,1,15", "copying,2,18", "sealed,3,21"]
+    found = repaired(tmp_path, faults=[*at_start, *in_step, *copying])
+    assert found.rungs[:6] == [FROM_SCRIPT] + [IN_PLACE] * len(in_step)
+    assert len(found.swaps) == 10
+    assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps[1:])
 
 
 def test_a_survivor_or_the_replacement_may_die_in_each_phase_of_a_swap(tmp_path: Path) -> None:
-    faults = ["between,1,3", "joined,2,3", "between,0,6", "restored,3,6", "between,1,9", "connected,0,9", "between,3,12",
-              "alone,3,-1", "between,0,15", "coming in,0,15"]  # fmt: skip
+    faults = ["between,3,2", "alone,3,-1", "between,0,5", "coming in,0,4", "between,1,9", "joined,2,9", "between,0,12",
+              "restored,3,12", "between,1,15", "connected,0,15"]  # fmt: skip
     found = repaired(tmp_path, faults=faults)
     assert len(found.swaps) >= 5
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
 
 
-def test_a_rank_may_die_before_the_first_step_and_in_the_second(tmp_path: Path) -> None:
-    found = repaired(tmp_path, faults=["built,1,-1", "collective 1,2,1", "optimizer 1,0,3"])
-    assert found.rungs == [FROM_SCRIPT, IN_PLACE, IN_PLACE]
-
-
-def test_ranks_may_die_together_close_after_each_other_and_in_consecutive_steps(tmp_path: Path) -> None:
-    """Two of two nodes, both of a node, 0.1 s apart, in three steps one after the other."""
-    faults = ["between,1,3", "between,2,3", "between,0,6", "between,1,6", "between,1,9", "soon,2,9", "between,1,12",
-              "between,2,13", "between,3,14"]  # fmt: skip
-    found = repaired(tmp_path, faults=faults)
+def test_ranks_may_die_together_one_right_after_the_other_and_at_the_very_end(tmp_path: Path) -> None:
+    """Two of two nodes, both of a node, 0.1 s apart, in three steps one after the other; in the last step, after the loop, and
+    while one waits for the others."""
+    together = ["between,1,3", "between,2,3", "between,0,6", "between,1,6", "between,1,9", "soon,2,9"]
+    one_by_one = ["between,1,12", "between,2,13", "between,3,14"]
+    end = [f"collective 1,3,{STEPS - 1}", f"finished,1,{STEPS}", f"after,0,{STEPS}", f"leave,2,{STEPS}"]
+    found = repaired(tmp_path, faults=[*together, *one_by_one, *end])
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
-
-
-def test_a_rank_may_die_in_the_last_step_after_the_loop_and_while_it_waits_for_the_others(tmp_path: Path) -> None:
-    last = STEPS
-    faults = [f"collective 1,3,{last - 1}", f"finished,1,{last}", f"after,0,{last}", f"leave,2,{last}"]
-    found = repaired(tmp_path, faults=faults)
-    assert all(swap["rung"] < FROM_SCRIPT for swap in found.swaps)
 
 
 def test_what_serves_a_node_may_die_and_ranks_after_it(tmp_path: Path) -> None:
@@ -70,10 +64,11 @@ def test_what_serves_a_node_may_die_and_ranks_after_it(tmp_path: Path) -> None:
 
 def test_one_node_after_the_other_may_be_lost_and_the_new_holder_before_its_first_copy(tmp_path: Path) -> None:
     """First the one that hosts the store, then its partner; then the rank that took the place dies, with nothing sealed."""
-    found = repaired(tmp_path, "--spares", 2, faults=["node,0,3", "node,2,9", "copying,3,9"])
+    found = repaired(tmp_path, "--spares", 2, faults=["node,0,3", "node,2,9", "connected,3,8"])
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
 
 
+@pytest.mark.slow
 def test_a_node_that_slept_over_a_swap_does_no_harm_when_it_wakes(tmp_path: Path) -> None:
     found = repaired(tmp_path, faults=["node sleeps,2,3", "node wakes,0,12"])
     assert found.rungs == [IN_PLACE]
@@ -105,9 +100,8 @@ def test_a_node_that_comes_back_in_time_takes_its_ranks_again(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("faults", "rung"),
     [
-        (["start,0,-1"], FROM_SCRIPT),
         (["entry,3,0"], FROM_SCRIPT),
-        (["collective 1,0,0"], None),
+        (["collective 2,0,0"], None),
         (["copying,1,0"], None),
         (["before-optimizer,0,0"], None),
         (["optimizer 1,0,0"], None),

@@ -1,38 +1,51 @@
-"""The example with phoenix_runtime, which notes when it begins, leaves and finishes each step."""
+"""The example with phoenix_runtime, which notes when it begins, leaves and finishes each step, and each copy in memory.
+
+`BENCH_FAULTS`: POINT,RANK,STEP;... where processes die (phoenix_runtime/fault_points.py).
+"""
 
 from __future__ import annotations
 
 import os
 
-from step_log import BEGAN, StepLog, parse_options
-
-log = StepLog(int(os.environ["RANK"]))
-log.note("began", -1, BEGAN)
+from step_log import LOG, parse_options  # isort: split
 
 import torch
-from train_plain import GPT, batch_of, read_text
+from step_model import model_of
+from train_plain import batch_of, read_text
 
 import phoenix_runtime as phoenix
+from phoenix_runtime.checkpoint.copier import Copier, _Order
 
-log.note("imported", -1)
+LOG.note("imported")
+os.environ["PHOENIX_FAULTS"] = f"{os.environ['BENCH_FOLDER']}:{os.environ.get('BENCH_FAULTS', '')}"
+
+
+def note_copies() -> None:
+    original = Copier._carry_out
+
+    def carry_out(copier: Copier, order: _Order) -> None:
+        LOG.note("copies", order.stamp.version)
+        original(copier, order)
+        LOG.note("copied", order.stamp.version)
+
+    Copier._carry_out = carry_out
 
 
 def main() -> None:
     options = parse_options()
+    note_copies()
     phoenix.init_process_group("gloo")
-    log.note("grouped", -1)
+    LOG.note("grouped")
     text = read_text("")
     torch.manual_seed(options.seed)
-    model = torch.nn.parallel.DistributedDataParallel(
-        GPT(options.layers, options.width, options.heads, options.sequence)
-    )
+    model = torch.nn.parallel.DistributedDataParallel(model_of(options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    log.note("built", -1)
+    LOG.note("built")
     state = phoenix.TrainState(model=model, optimizer=optimizer)
-    log.note("ready", state.step)
+    LOG.note("ready", state.step)
 
     def train_step() -> torch.Tensor:
-        log.note("enters", state.step)
+        LOG.note("enters", state.step)
         try:
             loss: torch.Tensor = model(*batch_of(text, options, state.step))
             loss.backward()
@@ -40,11 +53,11 @@ def main() -> None:
             optimizer.zero_grad()
             return loss.detach()
         finally:
-            log.note("leaves", state.step)
+            LOG.note("leaves", state.step)
 
     while state.step < options.steps:
         phoenix.run_step(state, train_step)
-        log.note("done", state.step - 1)
+        LOG.note("done", state.step - 1)
 
 
 main()

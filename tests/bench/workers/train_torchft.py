@@ -6,18 +6,15 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from step_log import BEGAN, StepLog, parse_options
-
-REPLICA = int(os.environ["REPLICA_GROUP_ID"])
-log = StepLog(REPLICA)
-log.note("began", -1, BEGAN)
+from step_log import LOG, parse_options  # isort: split
 
 import torch
 import train_plain
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.manager import WorldSizeMode
 
-log.note("imported", -1)
+LOG.note("imported")
+REPLICA = int(os.environ["REPLICA_GROUP_ID"])
 train_plain.RANK = REPLICA  # of which the batches depend
 
 
@@ -44,16 +41,16 @@ def main() -> None:
     )
     trained = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
-    log.note("ready", 0)
+    LOG.note("ready", 0)
     while manager.current_step() < options.steps:
         step = manager.current_step()
         optimizer.zero_grad()
-        log.note("enters", step)
+        LOG.note("enters", step)
         loss = trained(*train_plain.batch_of(text, options, step))
         loss.backward()
         before = manager.current_step()
         optimizer.step()
-        log.note("done" if manager.current_step() > before else "discards", before)
+        LOG.note("done" if manager.current_step() > before else "discards", before)
 
 
 main()
