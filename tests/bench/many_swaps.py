@@ -24,6 +24,7 @@ MODEL: Final = ("--layers", "1", "--width", "32", "--heads", "2", "--batch", "1"
 class Held:
     """What a process holds."""
 
+    pid: int
     threads: int
     descriptors: int
     rss: float  # MiB
@@ -36,7 +37,7 @@ class Held:
             with process.oneshot():
                 found.append((process.num_threads(), process.num_fds(), process.memory_info().rss / 2**20))
             time.sleep(0.05)
-        return cls(*map(min, zip(*found, strict=True)))
+        return cls(process.pid, *map(min, zip(*found, strict=True)))
 
     def __str__(self) -> str:
         return f"{self.threads} threads, {self.descriptors} descriptors, {self.rss:.1f} MiB"
@@ -81,7 +82,7 @@ def main() -> None:
         totals = [swap.total for swap in swaps(folder)]
         anew = [f"swap {number + 1}: {swap.why}" for number, swap in enumerate(swaps(folder)) if swap.rung != 1]
     for name, rows in held.items():
-        print(f"\n{name}")
+        print(f"\n{name}{'' if len({row.pid for row in rows.values()}) == 1 else ', which was replaced meanwhile'}")
         for number, row in rows.items():
             print(f"  after swap {number:4}: {row}")
         if len(rows) > 1:
