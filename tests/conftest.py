@@ -20,6 +20,9 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 POLL_SECONDS: Final = 0.01
 FIRST: Final = (
     "tests/hosts",
+    "tests/swaps/test_failures.py",
+    "tests/swaps/test_swaps.py",
+    "tests/swaps/test_state_swaps.py",
     "tests/runtime/test_repeated_steps.py",
     "tests/communicators/test_feature_matrix.py",
     "tests/communicators/test_shadow.py",

@@ -1,8 +1,8 @@
 """A training script as a user would write it, of any kind of parallelism: `phoenix-run ... swap_script.py KIND STEPS`.
 
 Each rank prints its digest at the end as a JSON line. `PHOENIX_FAULTS` (see phoenix_runtime/fault_points.py) says where its
-processes die: at points of the runtime, and at these: "built" (the model is), "collective N" (the step's N-th, from 1), "between"
-(before run_step), "after" (the loop).
+processes die: at points of the runtime, and at these: "built" (the model is), "collective N" (the step's N-th, from 1),
+"between" (before run_step), "after" (the loop).
 """
 
 from __future__ import annotations
