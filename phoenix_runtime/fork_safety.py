@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-from phoenix_runtime.preload import Import
+from phoenix_runtime.imports import Import
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import os
 import re
 import site
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from phoenix_launch.bootstrap import Command, RunMode
+from phoenix_runtime.imports import Import, read, statements, top_level_imports, with_own_modules
 
 # The first optimizer step and the first DDP wrap import torch._dynamo: seconds that a spare should have behind it.
 _NEEDS_DYNAMO: Final = re.compile(
@@ -41,14 +41,6 @@ _READ_AT_IMPORT: Final = (
 
 # Neither built in nor frozen, and still imported before sys.path[0] counts.
 _AT_STARTUP: Final = frozenset({"encodings", "sitecustomize", "usercustomize", "__main__", "__mp_main__"})
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """`import module`, or `from module import names`: a name may be a submodule."""
-
-    module: str
-    names: tuple[str, ...] = ()
 
 
 ALWAYS: Final = (Import("torch"), Import("torch.distributed"))  # a store host needs them whatever the script does
@@ -79,21 +71,23 @@ def choose(command: Command, path: Sequence[str], cwd: str) -> Preload:
         cwd: the working directory of the job.
     """
     folder = script_folder(command, cwd)
-    source = _read(_source_file(command, folder, path))
-    tree = _parse(source)
+    script = read(_source_file(command, folder, path))
     if command.preload == "none":
-        return Preload(remarks=_late_environment(tree))
+        return Preload(remarks=_late_environment(script.tree))
+    sources = with_own_modules(script, folder)
+    imports = [item for source in sources for item in top_level_imports(source.tree)]
     if command.preload == "auto":
-        found = [item for item in _top_level_imports(tree) if _installed(item.module, folder, path)]
+        found = [item for item in imports if _installed(item.module, folder, path)]
         found = [item for item in found if item.module != command.target]
     else:
         found = [Import(name.strip()) for name in command.preload.split(",") if name.strip()]
     wanted = [*ALWAYS, *found]
-    if any(item.module.split(".")[0] == "torch" for item in found) and _NEEDS_DYNAMO.search(source):
+    mentions = any(_NEEDS_DYNAMO.search(source.text) for source in sources)
+    if mentions and any(item.module.split(".")[0] == "torch" for item in found):
         wanted.append(Import("torch._dynamo"))
-    if any(item.module.split(".")[0] == "phoenix_runtime" for item in _top_level_imports(tree)):
+    if any(item.module.split(".")[0] == "phoenix_runtime" for item in imports):
         wanted.append(Import("phoenix_runtime.distributed"))  # its rooms are loaded when they are asked for
-    return Preload(imports=tuple(dict.fromkeys(wanted)), remarks=_late_environment(tree))
+    return Preload(imports=tuple(dict.fromkeys(wanted)), remarks=_late_environment(script.tree))
 
 
 def hidden_modules(loaded: Mapping[str, str | None], folder: str) -> list[str]:
@@ -141,52 +135,6 @@ def _source_file(command: Command, folder: str, path: Sequence[str]) -> str | No
     return spec.origin if spec is not None else None
 
 
-def _read(file: str | None) -> str:
-    try:
-        if file is None:
-            return ""
-        with open(file, "rb") as opened:
-            return importlib.util.decode_source(opened.read())
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ""  # the worker itself says what is wrong with its script
-
-
-def _parse(source: str) -> ast.Module:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run whenever the script does: not those of branches, handlers and functions."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, (ast.Try, ast.With)) or (
-            isinstance(statement, ast.If) and _asks_for_main(statement.test)
-        ):
-            yield from _statements(statement.body)
-
-
-def _asks_for_main(test: ast.expr) -> bool:
-    return (
-        isinstance(test, ast.Compare)
-        and isinstance(test.left, ast.Name)
-        and test.left.id == "__name__"
-        and isinstance(test.ops[0], ast.Eq)
-    )
-
-
-def _top_level_imports(tree: ast.Module) -> Iterator[Import]:
-    for statement in _statements(tree.body):
-        if isinstance(statement, ast.Import):
-            yield from (Import(alias.name) for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
-            yield Import(statement.module, tuple(alias.name for alias in statement.names if alias.name != "*"))
-
-
 def _installed(module: str, folder: str, path: Sequence[str]) -> bool:
     """Whether the script would get this module from site-packages, not from its own folder."""
     top = module.split(".")[0]
@@ -205,7 +153,7 @@ def _site_folders(path: Sequence[str]) -> set[str]:
 def _late_environment(tree: ast.Module) -> tuple[str, ...]:
     """One remark about variables that the script sets before it imports torch, and which act no more."""
     names: list[str] = []
-    for statement in _statements(tree.body):
+    for statement in statements(tree.body):
         if isinstance(statement, (ast.Import, ast.ImportFrom)) and _imports_torch(statement):
             break
         if isinstance(statement, (ast.Assign, ast.Expr)):

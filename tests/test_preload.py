@@ -10,7 +10,8 @@ import pytest
 
 from phoenix_launch.bootstrap import Command, RunMode
 from phoenix_runtime import preload
-from phoenix_runtime.preload import ALWAYS, Import
+from phoenix_runtime.imports import Import
+from phoenix_runtime.preload import ALWAYS
 
 PATH = [entry for entry in sys.path if entry]
 
@@ -54,6 +55,24 @@ if __name__ == "__main__":
         Import("torch.nn", ("functional", "parallel")),
         Import("msgspec"),
         Import("zmq"),
+    ]
+
+
+def test_what_its_own_modules_import_counts_as_if_it_stood_in_the_script(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import msgspec\nimport model\nraise SystemExit('never run')\n")
+    package = tmp_path / "parts"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import layers\nfrom .deep.er import x\nimport no_such_thing\n")
+    (package / "layers.py").write_text("import psutil\nfrom torch.optim import AdamW\nfrom .. import model\n")
+    (package / "deep" / "er.py").write_text("import click\ndef later():\n    import rich\n")
+    (package / "unused.py").write_text("import zmq\n")
+    (tmp_path / "broken.py").write_text("def (")
+    assert beyond_torch(tmp_path, "import model, broken\nfrom parts import deep\n") == [
+        Import("msgspec"),
+        Import("psutil"),
+        Import("torch.optim", ("AdamW",)),
+        Import("click"),
+        Import("torch._dynamo"),
     ]
 
 

@@ -71,7 +71,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("start-method", _W, _PET, v.START_METHOD,
            "How workers start: forked from a process that has torch loaded, or afresh (forkserver is read as fork)."),
     Option("preload", _W, _OWN, v.PRELOAD,
-           "Modules loaded before workers are forked: those that SCRIPT imports from site-packages, none, or a list."),
+           "Modules loaded before workers are forked: what SCRIPT and its modules import from site-packages, none, or a list."),
     Option("env", _W, _OWN, v.VARIABLE,
            "Give the workers this variable (NAME alone: with the value it has here); may be repeated."),
     Option("job-name", _W, _OWN, v.JOB_NAME, "Begin the job's id with this instead of the script's name."),
