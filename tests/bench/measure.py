@@ -24,6 +24,7 @@ TORCHRUN: Final = str(BIN / "torchrun")
 WORKERS: Final = Path(__file__).parent / "workers"
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "train_plain.py"
 RUN_SECONDS: Final = 300.0  # the longest that one run may take
+_running: Final[list[subprocess.Popen[str]]] = []
 END_SECONDS: Final = 40.0  # from asking a job to end to killing it
 
 
@@ -51,8 +52,13 @@ def alternate(cases: Mapping[str, Callable[[], float]], rounds: int, unit: str =
 
 
 @contextlib.contextmanager
-def job(command: Sequence[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A launcher with a folder of its own (its workers' BENCH_FOLDER, PHOENIX_HOME); ended when the block is left."""
+def job(
+    command: Sequence[str], to_file: bool = False, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A launcher with a folder of its own (its workers' BENCH_FOLDER, PHOENIX_HOME); ended when the block is left.
+
+    `to_file`: nobody reads what it prints while it runs, and that may be much.
+    """
     signal.signal(signal.SIGTERM, _leave)  # of `timeout`, say: so that the job ends with the measurement
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -61,14 +67,16 @@ def job(command: Sequence[str], **environment: str) -> Iterator[tuple[subprocess
             command,
             cwd=name,
             env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
+            stdout=(folder / "output").open("w") if to_file else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+        _running.append(process)
         try:
             yield process, folder
         finally:
+            _running.remove(process)
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -113,6 +121,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 def until(check: Callable[[], object], what: str, seconds: float = RUN_SECONDS, pause: float = 0.01) -> None:
     deadline = time.monotonic() + seconds
     while not check():
+        for process in _running:
+            if process.poll() is not None:
+                raise SystemExit(f"{process.args!r} ended with {process.returncode} while waiting for {what}")
         if time.monotonic() >= deadline:
             raise SystemExit(f"not within {seconds:g} s: {what}")
         time.sleep(pause)

@@ -116,7 +116,10 @@ def kill_ranks(logs: Logs, kills: int, chance: random.Random) -> list[Kill]:
 
 def torchrun(kills: int, chance: random.Random) -> list[Kill]:
     options = ("--standalone", "--nproc-per-node", str(WORLD), "--max-restarts", str(kills))
-    with job([TORCHRUN, *options, str(WORKERS / "train_disk.py")], BENCH_CHECKPOINTS="1", **UNPATCHED) as (_, folder):
+    with job([TORCHRUN, *options, str(WORKERS / "train_disk.py")], True, BENCH_CHECKPOINTS="1", **UNPATCHED) as (
+        _,
+        folder,
+    ):
         return kill_ranks(Logs(folder), kills, chance)
 
 
@@ -130,11 +133,11 @@ def torchft(python: str, extra: bool, kills: int, chance: random.Random) -> list
     environment |= {"BENCH_EXTRA_REPLICA": "1"} if extra else {}
     options = ("--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "99")
     with contextlib.ExitStack() as running:
-        _, shared = running.enter_context(job(lighthouse))
+        _, shared = running.enter_context(job(lighthouse, True))
         for number in range(replicas):
             torchrun = [python, "-m", "torch.distributed.run", *options, "--master-port", str(free_port())]
             own = {"REPLICA_GROUP_ID": str(number), "BENCH_FOLDER": str(shared)}
-            running.enter_context(job([*torchrun, str(WORKERS / "train_torchft.py")], **environment, **own))
+            running.enter_context(job([*torchrun, str(WORKERS / "train_torchft.py")], True, **environment, **own))
         logs = Logs(shared)
         logs.wait_for_steps(replicas)
         return [kill_one(logs, 1 + number % (WORLD - 1), WORLD, chance, replicas) for number in range(kills)]

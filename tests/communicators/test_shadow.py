@@ -45,9 +45,9 @@ def kinds() -> list[str]:
 
 
 def parameters() -> list[Any]:
-    """Variants that start and communicate as another kind does are run by hand."""
-    variants = ("ddp bucket view", "ddp accumulating", "fsdp unresharded", "fsdp mixed")
-    return [pytest.param(kind, marks=[pytest.mark.slow] if kind in variants else []) for kind in kinds()]
+    """Those of which whole jobs lose ranks (tests/swaps) are run by hand here, and variants that start as another kind does."""
+    here = ("ddp with buffers and unused", "hsdp", "gpipe")
+    return [pytest.param(kind, marks=[] if kind in here else [pytest.mark.slow]) for kind in kinds()]
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,9 @@ def parameters() -> list[Any]:
         "tp",
         "gpipe",
         "1f1b",
+        "hsdp",
+        "zero",
+        *EARLY[1:],
     }
     names = [*kinds(), *EARLY]
     return [pytest.param(kind, marks=[pytest.mark.slow] if kind in variants else []) for kind in names]

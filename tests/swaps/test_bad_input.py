@@ -56,6 +56,7 @@ def test_a_script_that_starts_torch_by_itself_is_told_that_it_is_not_repaired(tm
 # --- what makes a repair in place impossible -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_group_that_is_made_in_the_middle_is_said_and_a_failure_starts_all_again(tmp_path: Path) -> None:
     found = repaired("LateGroup", tmp_path, faults=["between,0,5"])
     assert found.rungs == [FROM_SLOTS]
@@ -93,6 +94,7 @@ def test_a_bug_of_all_ranks_ends_the_job(tmp_path: Path) -> None:
     assert done.err.rstrip().endswith("ZeroDivisionError: everybody's bug")
 
 
+@pytest.mark.slow
 def test_errors_that_follow_from_an_aborted_step_are_none_of_the_job(tmp_path: Path) -> None:
     """A rank that cannot say anything for two seconds in it is waited for."""
     found = repaired("Rough", tmp_path, faults=["summed,1,2", "between,1,5", "holds,2,4", "summed,0,6"])

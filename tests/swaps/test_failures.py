@@ -25,14 +25,12 @@ def repaired(folder: Path, *options: object, faults: list[str], kind: str = "ddp
 
 
 def test_a_rank_may_die_while_it_starts_in_each_phase_of_its_step_and_of_the_copying(tmp_path: Path) -> None:
-    """While one copies the others may get a step ahead. Who is at the entry of the next one then has two steps to go back: that
-    is done by new processes."""
+    """While one copies the others may get a step ahead, and have two of them to run again."""
     at_start = ["built,1,-1"]
     in_step = ["collective 1,2,1", "optimizer 1,0,3", "between optimizers,2,5", "optimizer 2,3,7", "replicated,0,9"]
     copying = ["voting,0,12", "agreed,1,15", "copying,2,18", "sealed,3,21"]
     found = repaired(tmp_path, faults=[*at_start, *in_step, *copying])
-    assert found.rungs[:6] == [FROM_SCRIPT] + [IN_PLACE] * len(in_step)
-    assert len(found.swaps) == 10
+    assert found.rungs == [FROM_SCRIPT] + [IN_PLACE] * (len(in_step) + len(copying))
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps[1:])
 
 
@@ -54,6 +52,7 @@ def test_ranks_may_die_together_one_right_after_the_other_and_at_the_very_end(tm
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
 
 
+@pytest.mark.slow
 def test_what_serves_a_node_may_die_and_ranks_after_it(tmp_path: Path) -> None:
     """Its checkpoint server with all that it kept, a process that waits, the fork server, the agent."""
     faults = ["checkpoint server,0,2", "between,1,4", "spare,0,6", "between,0,8", "fork server,2,10", "between,3,12",

@@ -89,6 +89,7 @@ def launched(command: Sequence[object], steps: int) -> Said:
     return said(done.stdout)
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_bits(undisturbed: Said) -> None:
     theirs = launched([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 4], STEPS)
     assert {rank: line["digests"] for rank, line in theirs.items()} == {
