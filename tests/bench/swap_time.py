@@ -15,20 +15,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Final
 
-from measure import PHOENIX, TORCHRUN, WORKERS, finish, free_port, job, journal, parked, summary, swaps, until
+from measure import PHOENIX, TORCHRUN, WORKERS, finish, free_port, job, journal, summary, swaps, until
 from step_times import Kill, Life, Logs, after_kill, kill_one
 
-from phoenix_launch.records.journal import Fault, Swap, WorkerStarted
+from phoenix_launch.records.journal import Fault, SpareParked, Swap, WorkerStarted
 
 WORLD: Final = 4
 ON_NODES: Final = ("--nodes", "2", "--nproc-per-node", "2")
 SCRIPT: Final = str(WORKERS / "train_phoenix.py")
 UNPATCHED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it restarted gloo workers find the old store
-COPIED_AT: Final = (12, 20, 28, 36)  # steps in whose copying a rank dies
+COPIED_AT: Final = (6, 10, 14)  # steps in whose copying a rank dies
 Run = Callable[[int], list[Kill]]
 
 
@@ -56,15 +56,17 @@ class InPlace:
         return found
 
     def nodes(self, kills: int) -> list[Kill]:
-        """The node of rank 3 loses power; it comes back as the next spare node."""
-        options = ("--spares", "1", "--allow-drills", "--max-failures-per-host", str(kills + 1))
+        """The node of rank 3 loses power, and the next spare node takes its ranks."""
+        options = ("--spares", str(kills), "--allow-drills")
         with job([PHOENIX, *ON_NODES, *options, SCRIPT]) as (_, folder):
             logs = Logs(folder)
-            found = []
-            for number in range(kills):
+            found: list[Kill] = []
+            gone: set[str] = set()
+            for _ in range(kills):
                 logs.wait_for_steps(WORLD)
-                until(lambda seen=number: parked(folder) >= 2 * (seen + 1), "a spare node")  # type: ignore[misc]
-                node = [e.node for e in journal(folder) if isinstance(e, WorkerStarted) and e.rank == WORLD - 1][-1]
+                until(lambda: spare_node_is_ready(folder, gone), "a spare node")
+                node = seats(folder)[WORLD - 1]
+                gone.add(node)
                 victim, at = logs.newest()[WORLD - 1], time.monotonic()
                 environment = {**os.environ, "PHOENIX_HOME": f"{folder}/home"}
                 command = [PHOENIX, "inject-fault", "kill-node", "--node", node]
@@ -74,6 +76,17 @@ class InPlace:
             self.beyond += beyond_detection(folder, found)
             self.swaps += swaps(folder)
         return found
+
+
+def seats(folder: Path) -> dict[int, str]:
+    """By rank: the node where it runs."""
+    return {event.rank: event.node for event in journal(folder) if isinstance(event, WorkerStarted)}
+
+
+def spare_node_is_ready(folder: Path, gone: Set[str]) -> bool:
+    """One that has no ranks has made ready as many processes as a node has."""
+    ready = [event.node for event in journal(folder) if isinstance(event, SpareParked)]
+    return any(ready.count(node) >= WORLD // 2 for node in set(ready) - gone - set(seats(folder).values()))
 
 
 def beyond_detection(folder: Path, kills: Sequence[Kill]) -> list[float]:
@@ -148,19 +161,14 @@ def torchft(python: str, extra: bool, kills: int, chance: random.Random) -> list
 
 def within_copying() -> tuple[list[int | None], list[float]]:
     """Steps that each swap has lost; and seconds for which a copy is under way, of all copies of all ranks."""
-    with job([PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--steps", "44"]) as (process, folder):
+    faults = ";".join(f"copying,{1 + number},{step}" for number, step in enumerate(COPIED_AT))
+    command = [PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--steps", str(COPIED_AT[-1] + 4)]
+    with job(command, BENCH_FAULTS=faults) as (process, folder):
         finish(process)
         logs = Logs(folder)
         logs.follow()
         window = [seconds for life in logs.lives.values() for seconds in life.spans("copies", "copied")]
-    faults = ";".join(f"copying,{1 + number % 3},{step}" for number, step in enumerate(COPIED_AT))
-    with job([PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--steps", "44"], BENCH_FAULTS=faults) as (
-        process,
-        folder,
-    ):
-        finish(process)
-        lost = [swap.lost_steps for swap in swaps(folder)]
-    return lost, window
+        return [swap.lost_steps for swap in swaps(folder)], window
 
 
 # --- the report -----------------------------------------------------------------------------------------------------------
@@ -216,7 +224,7 @@ def main() -> None:
     print(f"  steps lost in place            {[swap.lost_steps for swap in ours.swaps]}; a step {ours.step:.3f} s")
     table("parts of a swap in place", ours.parts)
     table("its phases in the journal", [swap.phases for swap in ours.swaps])
-    whole = [kill.seconds for kill in nodes.nodes(3)]
+    whole = [kill.seconds for kill in nodes.nodes(2)]
     print(f"\na whole node, a spare node       {summary(whole)}")
     print(f"  beyond detection               {summary(nodes.beyond)}")
     print(f"  of one process                 {summary(ours.beyond)}")
