@@ -724,6 +724,22 @@ def test_a_stopped_job_is_over_when_no_worker_lives() -> None:
     assert (script.phase(), script.outcome.exit_code) == (Phase.LEAVING, 143)
 
 
+def test_a_stop_waits_for_word_of_workers_that_were_to_be_started() -> None:
+    """What they write may reach the screen, and the user's Ctrl-C the supervisor, before their node's report does."""
+    script = running()
+    script.state = replace(
+        script.state,
+        holders={rank: replace(holder, seen=False) for rank, holder in script.state.holders.items()},
+        members={index: replace(member, live=0) for index, member in script.state.members.items()},
+    )
+    script.tell(job_events.StopAsked(signal.SIGINT))
+    assert script.phase() is Phase.STOPPING
+    script.runs(0)
+    script.runs(1)
+    script.pass_time(5.0, alive=(0, 1))
+    assert script.phase() is Phase.STOPPING, "they live"
+
+
 def test_a_stop_does_not_wait_for_ever() -> None:
     script = running()
     script.tell(job_events.StopAsked(signal.SIGTERM))

@@ -24,6 +24,11 @@ def held(state: State, rank: int) -> bool:
     return holder is not None and rank not in state.ended and state.members[holder.node].alive
 
 
+def unheard(state: State) -> bool:
+    """A node that lives has not said yet whether it has started one of its workers."""
+    return any(not h.seen and state.members[h.node].alive for h in state.holders.values())
+
+
 def lost(state: State) -> frozenset[int]:
     """Ranks that no process holds any more, as far as is known."""
     return frozenset(place.rank for place in state.places if not held(state, place.rank))

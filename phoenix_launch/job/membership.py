@@ -33,6 +33,7 @@ from phoenix_launch.messages import NodeReport
 from phoenix_launch.wire import Generation
 from phoenix_launch.wording import ranks_named
 
+UNHEARD_SECONDS: Final = 1.0  # after a stop request: workers that were to be started may not have been heard of
 HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
 
 
@@ -158,7 +159,8 @@ class _Transition(Starting):
             return
         outcome = Outcome(exit_code=EXIT_SIGNAL_BASE + signal, text=f"stopped by signal {signal}")
         if any(member.alive for member in state.members.values()) and state.phase is not Phase.STARTING:
-            self._enter(Phase.STOPPING, outcome=outcome, signal=signal, grace=state.rules.shutdown_timeout)
+            ran = state.phase is Phase.RUNNING
+            self._enter(Phase.STOPPING, outcome=outcome, signal=signal, grace=state.rules.shutdown_timeout, ran=ran)
         else:
             self._leave(outcome)
 
@@ -294,7 +296,10 @@ class _Transition(Starting):
         state = self.state
         assert state.outcome is not None
         self._earlier_cause()
-        over = self.now - state.since > state.grace + state.rules.teardown_timeout
+        waited = self.now - state.since
+        if state.ran and waited < UNHEARD_SECONDS and holding.unheard(state):
+            return  # what a worker has written may be here before its node's word that there is such a worker
+        over = waited > state.grace + state.rules.teardown_timeout
         if over or all(m.live == 0 for m in state.members.values() if m.alive):
             self._leave(self.state.outcome or state.outcome)
 

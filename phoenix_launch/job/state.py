@@ -186,6 +186,7 @@ class State:
     swap: Swap | None = None  # while one is under way, also while it waits for a node
     recovery: Recovery | None = None  # how the current generation was restored
     leave: bool = False  # all its scripts are over
+    ran: bool = False  # while the job stops: its nodes had been told to run their workers
     behind: float | None = None  # since when a rank is in a step beyond the end of another one's script
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
     lineage: Lineage = field(default_factory=Lineage)
