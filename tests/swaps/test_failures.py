@@ -76,12 +76,12 @@ def test_a_node_that_slept_over_a_swap_does_no_harm_when_it_wakes(tmp_path: Path
 def test_without_a_spare_node_survivors_wait_and_the_end_says_how_things_stand(tmp_path: Path) -> None:
     happened = tmp_path / "faults"
     happened.mkdir()
-    args = ("--nodes", 2, "--nproc-per-node", 2, "--spare-timeout", 1, SCRIPT, "ddp", STEPS)
+    args = ("--nodes", 2, "--nproc-per-node", 2, "--spare-timeout", 0.1, SCRIPT, "ddp", STEPS)
     done = jobs_under_test.run(tmp_path / "home", *args, env={"PHOENIX_FAULTS": f"{happened}:node,2,3"})
     assert done.code == EXIT_DO_NOT_REQUEUE, done.err
-    assert "no spare node for node1: waiting up to 1 s" in done.err
+    assert "no spare node for node1: waiting up to 0.1 s" in done.err
     assert (
-        "node1 lost and no spare node came within 1 s; ranks 0-1 waited with the training state in memory" in done.err
+        "node1 lost and no spare node came within 0.1 s; ranks 0-1 waited with the training state in memory" in done.err
     )
     assert done.out == ""
 
