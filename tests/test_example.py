@@ -78,7 +78,7 @@ def test_a_job_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["train_gpt-7f3a.pt"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_lost_rank_changes_no_bit_and_without_phoenix_run_they_are_the_same(parallel: str, tmp_path: Path) -> None:
     options = ("--steps", "12", "--parallel", parallel)
     alone, _ = train(tmp_path, *options, world=2, script=SCRIPT)

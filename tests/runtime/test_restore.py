@@ -58,6 +58,7 @@ def parameters() -> list[Any]:
         "1f1b",
         "hsdp",
         "zero",
+        "tp fsdp",
         *EARLY[1:],
     }
     names = [*kinds(), *EARLY]

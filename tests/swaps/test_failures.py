@@ -42,6 +42,7 @@ def test_a_survivor_or_the_replacement_may_die_in_each_phase_of_a_swap(tmp_path:
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
 
 
+@pytest.mark.slow
 def test_ranks_may_die_together_one_right_after_the_other_and_at_the_very_end(tmp_path: Path) -> None:
     """Two of two nodes, both of a node, 0.1 s apart, in three steps one after the other; in the last step, after the loop, and
     while one waits for the others."""

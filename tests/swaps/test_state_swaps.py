@@ -112,6 +112,7 @@ def test_plain_python_gives_the_bits_of_a_job_of_one(tmp_path: Path) -> None:
 # --- sections ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sections_are_repeated_or_passed_wherever_a_rank_dies(tmp_path: Path) -> None:
     """Before the first step; in the step after a section, whose result rank 1 has to get; and rank 0, whose is too large to be
     kept; at a section; once more in the step after one."""

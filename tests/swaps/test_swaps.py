@@ -30,7 +30,8 @@ def test_a_rank_of_an_fsdp_job_may_die_anywhere_in_a_step(tmp_path: Path) -> Non
     assert found.rungs == [IN_PLACE] * len(faults)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("tp", marks=pytest.mark.slow), "1f1b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "1f1b"])
 def test_ranks_of_other_kinds_may_die_in_a_step(kind: str, tmp_path: Path) -> None:
     faults = ["collective 1,1,3", "collective 3,2,6", "before-optimizer,3,9"]
     found = job(kind, 14, tmp_path, faults=faults)
