@@ -51,19 +51,22 @@ def do_harm() -> None:
 
 def lose_node(agent: psutil.Process | None = None) -> None:
     """As a power loss would: this worker's agent (or that one) and guardian, and all that they have started."""
-    processes = _node_of(agent or _agent())
-    _signal(processes, signal.SIGSTOP)
-    _signal((process for process in processes if process.pid != os.getpid()), signal.SIGKILL)
+    processes = _stopped(agent or _agent())
+    mine = psutil.Process().parents()  # last: whose parent dies is killed, this process, too
+    _signal(sorted(processes, key=lambda process: process in mine), signal.SIGKILL)
     if any(process.pid == os.getpid() for process in processes):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _node_of(agent: psutil.Process) -> list[psutil.Process]:
-    """This process comes last."""
+def _stopped(agent: psutil.Process) -> list[psutil.Process]:
+    """All of a node stands still, but for this process: also orphans, which are the guardian's, and what was just forked."""
     guardian = agent.parent()
     assert guardian is not None and "guardian" in " ".join(guardian.cmdline())
-    found = [guardian, agent, *agent.children(recursive=True)]
-    return sorted(found, key=lambda process: process.pid == os.getpid())
+    stopped: list[psutil.Process] = []
+    while new := [process for process in (guardian, *guardian.children(recursive=True)) if process not in stopped]:
+        _signal(new, signal.SIGSTOP)
+        stopped += new
+    return stopped
 
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -129,19 +132,18 @@ def _die_soon() -> None:
 
 def _stop_node() -> None:
     """All of this node stands still until `_wake` is called elsewhere: a machine that sleeps, or swaps."""
-    processes = _node_of(_agent())
-    _stopped().write_text(" ".join(str(process.pid) for process in processes))
-    _signal(processes, signal.SIGSTOP)
+    processes = _stopped(_agent())
+    _asleep().write_text(" ".join(str(process.pid) for process in processes))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _wake_node() -> None:
-    for pid in map(int, _stopped().read_text().split()):
+    for pid in map(int, _asleep().read_text().split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
-def _stopped() -> Path:
+def _asleep() -> Path:
     return Path(os.environ["PHOENIX_HOME"]) / "stopped"
 
 

@@ -7,21 +7,18 @@ points beside the runtime's own: "built", "between" (before run_step), "in secti
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import pickle
 import random
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy
-import psutil
 import torch
 import torch.distributed as dist
+from harms import lose_node
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -202,20 +199,6 @@ def _bytes(value: Any) -> bytes:
     return value.tobytes() if isinstance(value, numpy.ndarray) else pickle.dumps(value)
 
 
-def lose_node() -> None:
-    """As a power loss would: this worker's agent and guardian, and all that they have started."""
-    agent = psutil.Process().parent()
-    guardian = agent.parent() if agent is not None else None
-    assert agent is not None and guardian is not None and "guardian" in " ".join(guardian.cmdline())
-    below = [process for process in agent.children(recursive=True) if process.pid != os.getpid()]
-    for process in (guardian, agent, *below):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGSTOP)
-    for process in (guardian, agent, *below):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def main(steps: int) -> None:
     torch.set_num_threads(1)
     phoenix.init_process_group("gloo")
@@ -229,7 +212,6 @@ def main(steps: int) -> None:
         FAULT_POINTS.reached("between")
         if FAULT_POINTS.happens("node"):
             lose_node()
-            os.kill(os.getpid(), signal.SIGKILL)
         loss = phoenix.run_step(state, training.step)
         phoenix.report(loss=loss)
         training.after_step(world)
