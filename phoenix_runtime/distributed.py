@@ -130,7 +130,7 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check)
     LOOP.repair = swaps
     BACKEND.gate.outside = swaps.outside
-    leaving.at_the_end(swaps.leave)
+    leaving.at_the_end(swaps.leave, swaps.stop)
 
 
 def _predecessors_record(control: Control) -> StartupRecord:

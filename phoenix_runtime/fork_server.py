@@ -257,7 +257,9 @@ if __name__ == "__main__":
                 _main.finish()
     except SystemExit as _exit:
         leaving.note(_exit.code)
+        leaving.script_over(leaving.exit_code(_exit.code))
         raise
     except BaseException as _error:
         main_module.hide_frames(_error, sys._getframe())
         raise
+    leaving.script_over(0)

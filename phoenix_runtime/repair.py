@@ -362,3 +362,9 @@ class Swaps:
         with contextlib.suppress(AgentGoneError):
             self._control.wait_for(lambda plan: plan.leave)
         self._copier.end()
+
+    def stop(self) -> None:
+        """The script has failed: no thread of this process goes on."""
+        if not self.alone:
+            self._backend.abort(RuntimeError("the script has failed"), timeout("abort"))
+        self._copier.end()

@@ -86,6 +86,7 @@ def _clean_environment() -> Iterator[None]:
         for name in list(os.environ):
             if name.startswith(("PET_", "PHOENIX_", "TORCHELASTIC_", "TORCH_ELASTIC_")):
                 patch.delenv(name)
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # thousands of processes would compile our modules anew
         yield
 
 

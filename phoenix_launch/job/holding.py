@@ -10,12 +10,11 @@ from phoenix_launch.wire import NO_GENERATION
 
 
 def resilient(state: State) -> bool:
-    """Whether a fault is repaired rather than answered by a restart: all ranks have said that they can be."""
+    """Whether a fault is repaired rather than answered by a restart: a rank has said that it can be, so it is such a script."""
     if state.rung is not Rung.START or state.swap is not None:
         return True
-    places = state.places
-    return bool(places) and all(
-        (holder := state.holders.get(place.rank)) is not None and holder.runtime is not None for place in places
+    return any(
+        (holder := state.holders.get(place.rank)) is not None and holder.runtime is not None for place in state.places
     )
 
 

@@ -114,7 +114,6 @@ class NodeProcess:
             self.pidfd = -1
         if self.popen is not None:
             self.popen.returncode = code  # collected here, so that nobody waits for it again
-        self.hang_up(loop)
 
     def close(self, loop: PollLoop) -> None:
         self.hang_up(loop)

@@ -294,6 +294,9 @@ class Workers:
         self._state.on_exit(process.key, code, self._clock.now)
 
     def _ended(self, process: NodeProcess, code: int) -> None:
+        if process.hosting is not None:
+            self._hear(process)  # its end may be noticed before what it has said of it
+        process.hang_up(self._loop)
         now = self._clock.now
         process.drain_until = now + self._bootstrap.timeouts.drain_output
         if process.service is not None:

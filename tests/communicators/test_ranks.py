@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from case_table import FOLDER
 
 BROKEN = """
@@ -19,6 +20,7 @@ ranks.main(Path(sys.argv[1]), [case.name for case in case_table.declared()])
 """
 
 
+@pytest.mark.slow
 def test_cases_that_go_wrong_are_named_and_the_others_are_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BROKEN, str(tmp_path)]
     output = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=100, check=True).stdout

@@ -46,7 +46,7 @@ def kinds() -> list[str]:
 
 def parameters() -> list[Any]:
     """Those of which whole jobs lose ranks (tests/swaps) are run by hand here, and variants that start as another kind does."""
-    here = ("ddp with buffers and unused", "hsdp", "gpipe")
+    here = ("ddp with buffers and unused", "gpipe")
     return [pytest.param(kind, marks=[] if kind in here else [pytest.mark.slow]) for kind in kinds()]
 
 
@@ -80,7 +80,7 @@ def test_a_replacement_that_started_alone_trains_on_bit_for_bit(
 
 
 @pytest.mark.timeout(TIMEOUT + 20)
-@pytest.mark.parametrize("kind", EARLY)
+@pytest.mark.parametrize("kind", [pytest.param(EARLY[0], marks=pytest.mark.slow), EARLY[1]])
 def test_a_replacement_that_knows_only_a_first_step_runs_its_own_alone_before(
     found: dict[str, list[dict[str, Any]]], kind: str
 ) -> None:

@@ -27,19 +27,25 @@ def kinds() -> list[str]:
     raise AssertionError("small_models.py has no MODELS")
 
 
+def parameters() -> list[Any]:
+    """Variants that exchange what another kind does are run by hand."""
+    variants = ("ddp", "ddp bucket view", "fsdp unresharded", "fsdp mixed", "hsdp", "tp", "gpipe")
+    return [pytest.param(kind, marks=[pytest.mark.slow] if kind in variants else []) for kind in kinds()]
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[dict[str, Any]]]:
+def found(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw, by kind. All kinds run in the same four processes, one after the other."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)], capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    selected = [item.callspec.params.get("kind") for item in request.session.items if hasattr(item, "callspec")]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *(kind for kind in kinds() if kind in selected)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines, done.stderr[-3000:]
     return {line["kind"]: line["ranks"] for line in lines}
 
 
 @pytest.mark.timeout(TIMEOUT + 20)
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", parameters())
 def test_an_aborted_step_is_repeated_bit_for_bit(found: dict[str, list[dict[str, Any]]], kind: str) -> None:
     assert kind in found, f"not run, since an earlier kind failed: {list(found)[-1:]}"
     for rank, answer in enumerate(found[kind]):

@@ -45,24 +45,9 @@ def kinds() -> list[str]:
 
 
 def parameters() -> list[Any]:
-    """Variants whose state looks like another kind's are run by hand."""
-    variants = {
-        "ddp",
-        "ddp bucket view",
-        "ddp accumulating",
-        "fsdp",
-        "fsdp unresharded",
-        "fsdp mixed",
-        "tp",
-        "gpipe",
-        "1f1b",
-        "hsdp",
-        "zero",
-        "tp fsdp",
-        *EARLY[1:],
-    }
-    names = [*kinds(), *EARLY]
-    return [pytest.param(kind, marks=[pytest.mark.slow] if kind in variants else []) for kind in names]
+    """Kinds whose state looks like another one's are run by hand, as are all of which whole jobs lose ranks (tests/swaps)."""
+    here = ("ddp with buffers and unused", EARLY[0])
+    return [pytest.param(kind, marks=[] if kind in here else [pytest.mark.slow]) for kind in (*kinds(), *EARLY)]
 
 
 @pytest.fixture(scope="module")

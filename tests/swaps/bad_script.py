@@ -126,7 +126,7 @@ class Outside(Script):
         dist.all_reduce(counts)
         FAULT_POINTS.reached("outside")
         dist.all_reduce(counts)
-        assert counts.item() == 16
+        assert counts.item() == dist.get_world_size() ** 2
 
 
 class OwnError(Script):

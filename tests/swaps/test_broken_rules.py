@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import jobs_under_test
@@ -18,9 +19,9 @@ STEPS = 8
 IN_PLACE, FROM_SLOTS = 1, 2
 
 
-def ended(case: str, folder: Path, *options: object) -> Done:
+def ended(case: str, folder: Path, env: Mapping[str, str] | None = None) -> Done:
     """A small job to its end, whatever that is."""
-    return jobs_under_test.run(folder, "--nproc-per-node", 2, *options, SCRIPT, case, STEPS, seconds=180)
+    return jobs_under_test.run(folder, "--nproc-per-node", 2, SCRIPT, case, STEPS, env=env, seconds=180)
 
 
 def repaired(case: str, folder: Path, *options: object, faults: list[str]) -> Swapped:
@@ -71,9 +72,12 @@ def test_a_group_of_another_backend_is_said_and_a_failure_starts_all_again(tmp_p
 
 
 def test_who_communicates_outside_of_a_step_when_another_dies_starts_again_with_all(tmp_path: Path) -> None:
-    found = repaired("Outside", tmp_path, faults=["outside,1,4"])
-    assert found.rungs == [FROM_SLOTS]
-    assert "cannot be repaired in place: it was in a collective outside of run_step and run_section" in found.done.err
+    (tmp_path / "faults").mkdir()
+    done = ended("Outside", tmp_path, env={"PHOENIX_FAULTS": f"{tmp_path}/faults:outside,1,4"})
+    assert done.code == 0, done.err
+    assert [swap["rung"] for swap in done.events("swap")] == [FROM_SLOTS]
+    assert "cannot be repaired in place: it was in a collective outside of run_step and run_section" in done.err
+    assert len(done.out.splitlines()) == 2
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
