@@ -49,6 +49,13 @@ class Source(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
     holder: int = -1
 
 
+class StartupCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank's private bundle is, of whichever version: what a replacement's start needs of it is the same in all."""
+
+    source: Source
+    stamp: Stamp
+
+
 class SlotPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Another node's checkpoint server."""
 

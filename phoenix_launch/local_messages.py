@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from phoenix_launch.bootstrap import Command
-from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp
+from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp, StartupCopy
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.messages import Ground, PlanPhase, Resumption, RuntimeReport
 from phoenix_launch.wire import Generation, Message, checked
@@ -198,6 +198,7 @@ class WorkerPlan(Message, frozen=True):
     ground: Ground | None = None
     resumption: Resumption | None = None
     sources: tuple[Source, ...] = ()  # for this rank
+    startup: StartupCopy | None = None
     leave: bool = False  # all scripts are over: it need not wait any longer
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.command_messages import DrillKind, FromCommand, ToCommand
-from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp
+from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp, StartupCopy
 from phoenix_launch.wire import NO_GENERATION, Envelope, Generation, Message, opened
 
 # --- agent -> supervisor ---------------------------------------------------------------------------------------------
@@ -180,6 +180,7 @@ class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: dict[str, str]
     born: Generation = NO_GENERATION  # the process that a generation before has started; else it is a new one
     sources: tuple[Source, ...] = ()  # what it has to restore, and from where
+    startup: StartupCopy | None = None  # for a new process, before it is known where all resume
 
 
 class Resumption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

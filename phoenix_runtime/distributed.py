@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.copies import Source, Stamp
 from phoenix_launch.local_messages import WorkerPlan
 from phoenix_launch.messages import PlanPhase
 from phoenix_launch.timeouts import timeout as row
@@ -134,19 +135,30 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
 
 
 def _predecessors_record(control: Control) -> StartupRecord:
-    """What the process that this one replaces received until its first step."""
+    """What the process that this one replaces received until its first step: as soon as survivors cannot change it, which
+    is before it is known where all resume; unless it was not final yet."""
+    early = control.wait_for(lambda plan: can_restore(plan) or (plan.startup is not None and bool(plan.slots)))
+    if early.startup is not None:
+        with contextlib.suppress(OSError, SlotRefusedError):
+            record = _record_in(early, early.startup.source, early.startup.stamp)
+            if record.final:
+                return record
     while True:
         plan = control.wait_for(can_restore)
         assert plan.resumption is not None and plan.resumption.stamp is not None
-        source = private_source(plan, _number("RANK"))
         try:
-            with contextlib.closing(open_slots(plan)) as slots:
-                reader = slots.read(source.bundle, plan.resumption.stamp, source.node)
-                with contextlib.closing(reader):
-                    return StartupRecord.from_bytes(private.startup_of(reader))
+            return _record_in(plan, private_source(plan, _number("RANK")), plan.resumption.stamp)
         except (OSError, SlotRefusedError) as error:
             if not control.superseded(plan.generation):
                 control.end_outside(f"its state could not be loaded: {error}")
+
+
+def _record_in(plan: WorkerPlan, source: Source, stamp: Stamp) -> StartupRecord:
+    """Raises OSError, SlotRefusedError."""
+    with contextlib.ExitStack() as open_:
+        slots = open_.enter_context(contextlib.closing(open_slots(plan)))
+        reader = open_.enter_context(contextlib.closing(slots.read(source.bundle, stamp, source.node)))
+        return StartupRecord.from_bytes(private.startup_of(reader))
 
 
 def _number(name: str) -> int:

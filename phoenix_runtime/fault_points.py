@@ -1,7 +1,8 @@
 """Places in the code where a test can make a process die: by where it is, not by when.
 
-`PHOENIX_FAULTS="FOLDER:POINT,RANK,STEP;POINT,RANK,STEP..."` arms them. A fault happens once a job, whoever holds the rank by
-then: its file in the folder says that it has happened. Unarmed, a point costs one comparison.
+`PHOENIX_FAULTS="FOLDER:POINT,RANK,STEP;POINT,RANK,STEP..."` arms them; a STEP of `7/8` is whichever of the two comes first. A
+fault happens once a job, whoever holds the rank by then: its file in the folder says that it has happened. Unarmed, a
+point costs one comparison.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ class FaultPoints:
     def __init__(self) -> None:
         self.step = -1
         self._folder = ""
-        self._armed: dict[str, set[int]] = {}
+        self._armed: dict[str, dict[int, str]] = {}  # by point and step: the file's name
 
     def arm(self, text: str, rank: str) -> None:
         """Once this process knows its rank (it may have been forked from one that had loaded this)."""
         self._folder, _, faults = text.partition(":")
         self._armed = {}
         for fault in filter(None, faults.split(";")):
-            point, whose, step = fault.split(",")
+            point, whose, steps = fault.split(",")
             if whose == rank:
-                self._armed.setdefault(point, set()).add(int(step))
+                name = f"{point}.{whose}.{steps.replace('/', '-')}"
+                self._armed.setdefault(point, {}).update({int(step): name for step in steps.split("/")})
 
     def reached(self, point: str) -> None:
         """Die here, by SIGKILL, if a fault is armed for this point and step and has not happened yet."""
@@ -37,9 +39,9 @@ class FaultPoints:
 
     def happens(self, point: str) -> bool:
         """Whether a fault is armed here that has not happened yet; now it has."""
-        if self.step not in self._armed.get(point, ()):
+        name = self._armed.get(point, {}).get(self.step)
+        if name is None:
             return False
-        name = f"{point}.{os.environ.get('RANK', '0')}.{self.step}"
         try:
             os.close(os.open(os.path.join(self._folder, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:

@@ -45,11 +45,13 @@ class StartupRecord(msgspec.Struct, frozen=True):
         first_step: per group, what it received in the first step that is no floating-point number: sizes, shapes, objects.
         first_step_differs: operations were in the first step that the second one did not have (pipelining exchanges
             shapes there), or no second step was seen. A replacement then runs the step once by itself, to be aborted.
+        final: nothing will be added.
     """
 
     calls: dict[str, tuple[Call, ...]]
     first_step: dict[str, tuple[Call, ...]]
     first_step_differs: bool
+    final: bool = False
     format: int = _FORMAT
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from fake_nodes import node_report
 from test_membership import PAIR, Script
 
-from phoenix_launch.copies import KeptSlot, Slot, SlotPeer, SourceKind, Stamp
+from phoenix_launch.copies import KeptSlot, Slot, SlotPeer, Source, SourceKind, Stamp, StartupCopy
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_WORKER_FAILED
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job import membership, wishes
@@ -154,6 +154,29 @@ def test_a_killed_process_is_made_anew_on_its_node_and_the_survivor_stays() -> N
     assert job.wish(0).phase is PlanPhase.RUN
     assert job.wish(0).born == {0: G1}
     assert job.state.restarts_used == 0
+
+
+def test_a_new_process_can_start_while_survivors_still_leave_their_step() -> None:
+    job = Swaps(spares=1)
+    job.train(1, rank1=-9)
+    assert job.plan(1).ranks[0].startup is None
+    job.hears(0)
+    job.say(1, kept=(4, 5))
+    told = job.plan(1)
+    assert told.resumption == Resumption(None, ())
+    assert told.ranks[0].startup == StartupCopy(Source("own1", SourceKind.OWN_NODE, 1), Stamp(G1, 5))
+    assert job.plan(0).ranks[0].startup is None
+    job.leave(0)
+    job.leave(1)
+    assert job.plan(1).ranks[0].startup is None, "where all resume is known"
+
+
+def test_a_new_process_on_a_spare_node_starts_from_another_nodes_copy() -> None:
+    job = Swaps(spares=1)
+    job.lose(1)
+    job.say(2, kept=())
+    job.say(0, job.rank(0), kept=(4,))
+    assert job.plan(2).ranks[0].startup == StartupCopy(Source("own1", SourceKind.OTHER_NODE, 0), Stamp(G1, 4))
 
 
 def test_a_lost_node_is_replaced_by_a_spare_node() -> None:
@@ -453,6 +476,17 @@ def test_the_exit_code_of_the_worker_is_no_success_when_the_job_failed() -> None
     job.train(1, rank1=0)
     job.say(0, job.rank(0, inside=6))
     assert job.outcome.exit_code == EXIT_WORKER_FAILED
+
+
+def test_a_job_of_which_one_rank_has_said_that_it_knows_the_runtime_is_repaired() -> None:
+    job = Swaps(step=-1)
+    silent = replace(job.state.holders[1], runtime=None)
+    job.state = replace(job.state, holders={**job.state.holders, 1: silent}, bundles=())
+    exits = ExitReport(-9, 0.0)
+    job.say(1, RankReport(1, G1, 1001, ProcessState.RUNNING, -1, exits))
+    assert job.told(job_events.StartsAnew)[-1].rung is Rung.FROM_SLOTS
+    job.started()
+    assert (job.phase(), job.state.rung, job.state.restarts_used) == (Phase.RUNNING, Rung.FROM_SCRIPT, 0)
 
 
 def test_where_not_all_know_the_runtime_an_exit_code_0_beside_others_is_a_good_end() -> None:

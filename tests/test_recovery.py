@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phoenix_launch.copies import KeptSlot, Slot, Source, SourceKind, Stamp
+from phoenix_launch.copies import KeptSlot, Slot, Source, SourceKind, Stamp, StartupCopy
 from phoenix_launch.job.commit import Bundle, Lineage, intact
-from phoenix_launch.job.recovery import Recovery, Survivor, lost_steps, plan
+from phoenix_launch.job.recovery import Recovery, Survivor, lost_steps, plan, startups
 from phoenix_launch.wire import Generation
 
 G1, G2, G3 = (Generation(1, n) for n in (1, 2, 3))
@@ -78,6 +78,15 @@ def test_without_a_common_version_there_is_no_plan() -> None:
     slots = {0: kept("own0", 4) + kept("own1", 5)}
     assert plan(OWN, [Survivor(0, 0, None)], slots, {0: 0, 1: 2}, Lineage()) is None
     assert plan(OWN, [Survivor(0, 0, at(5))], {}, {0: 0, 1: 2}, Lineage()) is None
+
+
+def test_a_start_needs_the_newest_copy_of_the_private_bundle_that_is_not_void() -> None:
+    slots = {0: kept("own0", 6) + kept("own1", 4, 5), 1: kept("own1", 5, 6) + kept("shared", 6), 2: kept("own1", 6)}
+    found = startups(DDP, slots, {1: 1}, Lineage())
+    assert found == {1: StartupCopy(Source("own1", SourceKind.OWN_NODE, 1), at(6))}
+    voided = Lineage((at(5, G2),))
+    assert startups(DDP, slots, {1: 2}, voided) == {1: StartupCopy(Source("own1", SourceKind.OTHER_NODE, 0), at(5))}
+    assert startups(DDP, {}, {1: 2}, voided) == {}
 
 
 def test_steps_that_all_had_completed_are_counted_as_lost() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from phoenix_launch.copies import KeptSlot, StartupCopy
+from phoenix_launch.job import recovery
 from phoenix_launch.job.commit import Bundle
 from phoenix_launch.job.state import Ended, Holder, Rung, State
 from phoenix_launch.wire import NO_GENERATION
@@ -122,6 +124,22 @@ def cannot_go_back(holder: Holder, version: int) -> bool:
     """Its script stands at a later version than that at which all resume, and it cannot run again what lies between."""
     runtime = holder.runtime
     return runtime is not None and runtime.at - version > runtime.returns
+
+
+def offered(state: State) -> dict[int, tuple[KeptSlot, ...]]:
+    """By node, what it keeps; of those that have said so since the generation began: no older one changes it any more."""
+    return {
+        member.index: member.kept
+        for member in state.members.values()
+        if member.alive and member.offered >= state.generation
+    }
+
+
+def startups(state: State, ranks: Iterable[int]) -> dict[int, StartupCopy]:
+    """With what new processes among these ranks can start, while survivors still leave their step."""
+    new = {rank: state.holders[rank] for rank in ranks if rank in state.holders}
+    homes = {rank: holder.node for rank, holder in new.items() if holder.born == state.generation}
+    return recovery.startups(state.bundles, offered(state), homes, state.lineage) if homes else {}
 
 
 def addresses(state: State) -> dict[int, str]:

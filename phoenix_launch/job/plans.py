@@ -29,6 +29,7 @@ def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
                 ),
                 born=wish.born.get(place.rank, NO_GENERATION),
                 sources=() if wish.recovery is None else wish.recovery.sources[place.rank],
+                startup=wish.startups.get(place.rank),
             )
             for place in wish.places
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from phoenix_launch.copies import KeptSlot, Source, SourceKind, Stamp
+from phoenix_launch.copies import KeptSlot, Source, SourceKind, Stamp, StartupCopy
 from phoenix_launch.job.commit import Bundle, Lineage, intact
 
 
@@ -88,6 +88,31 @@ def _cheapest(bundle: Bundle, rank: int, home: int, nodes: list[int], holders: M
         return Source(bundle.key, SourceKind.OTHER_NODE, nodes[0])
     holder = next(other for other in bundle.holders if other in holders)
     return Source(bundle.key, SourceKind.HOLDER, holders[holder], holder)
+
+
+def startups(
+    bundles: Iterable[Bundle],
+    kept: Mapping[int, Iterable[KeptSlot]],
+    new: Mapping[int, int],
+    lineage: Lineage,
+) -> dict[int, StartupCopy]:
+    """The newest copy of the private bundle of each rank that a new process takes, of the own node if there is one.
+
+    `new`: rank -> node, of those ranks. Where all resume need not be known: the startup record is in every version.
+    """
+    wanted = {b.key: b.holders[0] for b in bundles if b.private and b.holders[0] in new}
+    best: dict[int, tuple[Stamp, bool, int]] = {}
+    for node, slots in kept.items():
+        for kept_slot in slots:
+            rank = wanted.get(kept_slot.bundle)
+            if rank is not None and intact(kept_slot.slot, lineage):
+                copy = (kept_slot.slot.stamp, node == new[rank], -node)
+                best[rank] = max(copy, best.get(rank, copy))
+    keys = {rank: key for key, rank in wanted.items()}
+    return {
+        rank: StartupCopy(Source(keys[rank], SourceKind.OWN_NODE if own else SourceKind.OTHER_NODE, -node), stamp)
+        for rank, (stamp, own, node) in best.items()
+    }
 
 
 def lost_steps(reached: Iterable[int], resume: int) -> int:

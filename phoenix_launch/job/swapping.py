@@ -241,11 +241,12 @@ class Swapping(Transition):
     def _found(self, survivors: list[Survivor]) -> Recovery | None:
         """What can be restored. Nobody serves another rank from the state that it trains with."""
         state = self.state
-        kept = {m.index: m.kept for m in state.members.values() if m.alive and m.offered >= state.generation}
         places = {place.rank: place.node for place in state.places}
         if {rank for bundle in state.bundles for rank in bundle.holders} != set(places):
             return None
-        return recovery.plan(state.bundles, survivors, kept, places, state.lineage, from_holders=False)
+        return recovery.plan(
+            state.bundles, survivors, holding.offered(state), places, state.lineage, from_holders=False
+        )
 
     def _resume_at(self, version: int) -> None:
         """Where this generation goes on; with that, whatever lies beyond is void, whether it comes to run or not."""

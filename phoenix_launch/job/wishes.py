@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phoenix_launch.copies import StartupCopy
 from phoenix_launch.job import holding
 from phoenix_launch.job.commit import Lineage
 from phoenix_launch.job.placement import RankPlace
@@ -29,6 +30,7 @@ class Wish:
         default_factory=dict
     )  # ranks here that a process of an older generation holds
     recovery: Recovery | None = None
+    startups: Mapping[int, StartupCopy] = field(default_factory=dict)  # of new processes, until there is a recovery
     addresses: Mapping[int, str] = field(default_factory=dict)  # of all ranks, as soon as all are known
     lineage: Lineage = field(default_factory=Lineage)
     ground: Ground | None = None
@@ -76,6 +78,7 @@ def _swap_wish(state: State, index: int) -> Wish:
     return Wish(
         state.generation, PlanPhase.SWAP, places, host_store=index == state.store_node, grace=state.rules.shutdown_timeout,
         born=_born(state, places), recovery=state.swap.recovery, addresses=holding.addresses(state),
+        startups=holding.startups(state, (place.rank for place in places)) if state.swap.recovery is None else {},
         lineage=state.lineage, ground=ground(state),
     )  # fmt: skip
 

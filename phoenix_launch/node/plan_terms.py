@@ -71,6 +71,7 @@ def worker_plan(plan: NodePlan | None, member: Member, node: int, slots: str) ->
         plan.ground,
         plan.resumption,
         order.sources,
+        order.startup,
         plan.leave,
     )
 

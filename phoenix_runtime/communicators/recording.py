@@ -117,6 +117,7 @@ class Recorder:
                 calls=self._startup,
                 first_step={group: tuple(call.settled() for call in calls) for group, calls in first.received.items()},
                 first_step_differs=not self._over or first.everything != second.everything,
+                final=self._over,
             )
 
     # --- what ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,10 @@ import ctypes
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ import phoenix_runtime as phoenix
 from phoenix_runtime.fault_points import FAULT_POINTS
 
 WRONG_FROM = 3  # steps are well until so many are done
+LONG = 20.0  # seconds; no step takes so long
 
 
 class Script:
@@ -217,11 +221,31 @@ class LateEvaluation(Script):
             ctypes.CDLL(None).usleep(12_000_000)
 
 
+class SlowToLeave(Script):
+    """Rank 0 leaves the step that another one's death interrupts when that one's replacement builds its model."""
+
+    def start(self) -> None:
+        super().start()
+        self.started = Path(os.environ["PHOENIX_HOME"]) / "started"
+        if phoenix.generation() > 1:
+            self.started.touch()
+
+    def step(self) -> Tensor:
+        try:
+            return super().step()
+        finally:
+            if self.rank == 0 and self.state.step == WRONG_FROM:
+                deadline = time.monotonic() + LONG
+                while not self.started.exists() and time.monotonic() < deadline:
+                    threading.Event().wait(0.01)
+
+
 CASES: dict[str, Callable[[int], Script]] = {
     case.__name__: case
     for case in [
         Script, LateGroup, Refused, ForeignGroup, TorchsOwnStart, Outside, OwnError, ErrorOnAll, Rough, RoughAndLong,
         CatchesEverything, HardExit, HardExitAtTheEnd, EarlyExit, LateEvaluation,
+        SlowToLeave,
     ]
 }  # fmt: skip
 

@@ -107,6 +107,15 @@ def test_errors_that_follow_from_an_aborted_step_are_none_of_the_job(tmp_path: P
     assert [swap["lost_ranks"] for swap in found.swaps] == [[1], [1], [0]]
 
 
+def test_a_replacement_starts_while_others_still_leave_their_step(tmp_path: Path) -> None:
+    (tmp_path / "faults").mkdir()
+    done = ended("SlowToLeave", tmp_path, env={"PHOENIX_FAULTS": f"{tmp_path}/faults:between,1,3"})
+    assert done.code == 0, done.err
+    (swap,) = done.events("swap")
+    assert swap["rung"] == IN_PLACE
+    assert swap["total"] < 20, "it waited for who waited for it"
+
+
 # --- exits -----------------------------------------------------------------------------------------------------------
 
 

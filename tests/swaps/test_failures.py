@@ -35,8 +35,8 @@ def test_a_rank_may_die_while_it_starts_in_each_phase_of_its_step_and_of_the_cop
 
 
 def test_a_survivor_or_the_replacement_may_die_in_each_phase_of_a_swap(tmp_path: Path) -> None:
-    faults = ["between,3,2", "alone,3,-1", "between,0,5", "coming in,0,4", "between,1,9", "joined,2,9", "between,0,12",
-              "restored,3,12", "between,1,15", "connected,0,15"]  # fmt: skip
+    faults = ["between,3,2", "alone,3,-1", "between,0,5", "coming in,0,3/4", "between,1,9", "joined,2,8/9", "between,0,12",
+              "restored,3,11/12", "between,1,15", "connected,0,14/15"]  # fmt: skip
     found = repaired(tmp_path, faults=faults)
     assert len(found.swaps) >= 5
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
@@ -64,7 +64,7 @@ def test_what_serves_a_node_may_die_and_ranks_after_it(tmp_path: Path) -> None:
 
 def test_one_node_after_the_other_may_be_lost_and_the_new_holder_before_its_first_copy(tmp_path: Path) -> None:
     """First the one that hosts the store, then its partner; then the rank that took the place dies, with nothing sealed."""
-    found = repaired(tmp_path, "--spares", 2, faults=["node,0,3", "node,2,9", "connected,3,8"])
+    found = repaired(tmp_path, "--spares", 2, faults=["node,0,3", "node,2,9", "connected,3,7/8"])
     assert all(swap["rung"] < FROM_SCRIPT and swap["lost_steps"] <= 1 for swap in found.swaps)
 
 
