@@ -27,7 +27,7 @@ def repaired(folder: Path, *options: object, faults: list[str], kind: str = "ddp
 def test_a_rank_may_die_while_it_starts_in_each_phase_of_its_step_and_of_the_copying(tmp_path: Path) -> None:
     """While one copies the others may get a step ahead, and have two of them to run again."""
     at_start = ["built,1,-1"]
-    in_step = ["collective 1,2,1", "optimizer 1,0,3", "between optimizers,2,5", "optimizer 2,3,7", "replicated,0,9"]
+    in_step = ["collective 1,2,2", "optimizer 1,0,4", "between optimizers,2,6", "optimizer 2,3,8", "replicated,0,10"]
     copying = ["voting,0,12", "agreed,1,15", "copying,2,18", "sealed,3,21"]
     found = repaired(tmp_path, faults=[*at_start, *in_step, *copying])
     assert found.rungs == [FROM_SCRIPT] + [IN_PLACE] * (len(in_step) + len(copying))
