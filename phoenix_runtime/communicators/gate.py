@@ -1,6 +1,9 @@
 """Whether collectives go through: one switch for all groups of this process, and what failed first.
 
 Any thread may meet the gate: the script's, autograd's, the one that brings the notice of a failure.
+
+An error knows the frames that it went through, so whoever of these keeps it in a variable makes a ring, which holds the old
+communicators, with their threads and sockets, until the garbage collector comes by. Hence the `del` where errors are raised.
 """
 
 from __future__ import annotations
@@ -71,15 +74,22 @@ class Gate:
         if epoch != self.epoch:
             return
         self.failures += 1
-        if not self.keeps:
+        if self.keeps:
+            self.close(error)
+            return
+        try:
             self.refuse(error)
-        self.close(error)
+        finally:
+            del error
 
     def refuse(self, error: BaseException) -> NoReturn:
         """A collective outside of a step cannot be carried: nobody would run it again."""
-        if self.outside is not None and threading.get_ident() not in self.ours:
-            self.outside(error)
-        raise error
+        try:
+            if self.outside is not None and threading.get_ident() not in self.ours:
+                self.outside(error)
+            raise error
+        finally:
+            del error
 
     def issued(self, work: object) -> None:
         """An operation began: the step ends when all of its operations have."""

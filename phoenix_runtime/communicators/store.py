@@ -181,7 +181,10 @@ class Construction:
         failure = self._failed()
         if failure is not None:
             self.abandon()  # the others would wait for what is not going to be used
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure
         if not finished:
             waiting = [
                 str(group.identity.name) for group, built in zip(self.groups, self._built, strict=True) if not built
@@ -199,7 +202,7 @@ class Construction:
         try:
             built = connect(identity, devices, PrefixStore(name, self.store))
         except BaseException as error:
-            built = error
+            built = error.with_traceback(None)
         with self._over:
             if not self.store.abandoned:  # else it goes here, on this thread: the end of a communicator takes long
                 self._built[number] = built

@@ -106,9 +106,12 @@ class SwappableWork(_Handle):
                 self._fill()
         finally:
             self._gate.leave(token)
-        if failure is not None:  # outside of a step this may never return, and must not count as being inside then
-            self._gate.failed(failure, self._epoch)
-            self._fill()
+        try:
+            if failure is not None:  # outside of a step this may never return, and must not count as being inside then
+                self._gate.failed(failure, self._epoch)
+                self._fill()
+        finally:
+            del failure
         return self._over
 
     def _wait(self, timeout: timedelta) -> bool:
@@ -148,7 +151,7 @@ class SwappableWork(_Handle):
             try:
                 value = inner.value()
             except Exception as error:
-                value = error
+                value = error.with_traceback(None)
             self._settle(outer, value)
             self._gate.leave(token)
 
@@ -168,7 +171,7 @@ class SwappableWork(_Handle):
                 self._gate.failed(value, self._epoch)
                 self._fill()
             except Exception as to_raise:
-                outer.set_exception(to_raise)
+                outer.set_exception(to_raise.with_traceback(None))
                 return
             value = _tensors(self._outputs)
         outer.set_result(value)
@@ -220,9 +223,13 @@ class ElsewhereWork(SwappableWork):
         self._woken.wait()  # as long as torch itself would: the inner wait has the group's timeout
         if not result:
             raise _GivenUp
-        if isinstance(result[0], Exception):
-            raise result[0]
-        return result[0]
+        ended = result.pop()
+        try:
+            if isinstance(ended, Exception):
+                raise ended
+            return ended
+        finally:
+            del ended
 
     def give_up(self) -> None:
         super().give_up()

@@ -35,6 +35,12 @@ class Swapped:
         return found
 
     @property
+    def rings(self) -> set[str]:
+        """What of old communicators the survivors would have kept until their garbage collector came by."""
+        lines = [json.loads(line) for line in self.done.out.splitlines() if line.startswith("{")]
+        return {name for line in lines for name in line["rings"]}
+
+    @property
     def swaps(self) -> list[dict[str, Any]]:
         return self.done.events("swap")
 

@@ -20,6 +20,7 @@ def test_a_rank_of_a_ddp_job_may_die_anywhere_in_a_step(tmp_path: Path) -> None:
     assert found.digests == calm("ddp", STEPS)
     assert found.rungs == [IN_PLACE] * len(faults)
     assert all(swap["lost_steps"] <= 1 for swap in found.swaps)
+    assert found.rings == set()
 
 
 def test_a_rank_of_an_fsdp_job_may_die_anywhere_in_a_step(tmp_path: Path) -> None:
@@ -28,6 +29,7 @@ def test_a_rank_of_an_fsdp_job_may_die_anywhere_in_a_step(tmp_path: Path) -> Non
     found = job("fsdp", STEPS, tmp_path, faults=faults)
     assert found.digests == calm("fsdp", STEPS)
     assert found.rungs == [IN_PLACE] * len(faults)
+    assert found.rings == set()
 
 
 @pytest.mark.slow
