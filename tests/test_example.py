@@ -58,6 +58,7 @@ def test_it_runs_under_plain_python_learns_and_keeps_nothing_unasked(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("All happy families are alike; each unhappy family is unhappy in its own way. " * 9)
     common = ("--checkpoint-every", "3", "--text", "text", "--seed", "7")

@@ -170,8 +170,7 @@ class Workers:
             environment = worker_environment(
                 self.environment, order, command, self._error_file(process, action), process.make_page()
             )
-            visible = self.environment.get("CUDA_VISIBLE_DEVICES")
-            cpus = near_cpus(command, visible, order.local_rank, Machine())
+            cpus = near_cpus(command, self.environment.get("CUDA_VISIBLE_DEVICES"), order.local_rank, Machine())
             if cpus and not action.afresh:
                 bind(process.pid, cpus)
         except (WorkerSetupError, OSError) as error:
@@ -216,8 +215,7 @@ class Workers:
             os.close(out_write)
             os.close(err_write)
             self._pump.attach(process.key, out_read, err_read, label)
-            process.code = code
-            self._state.on_exit(process.key, code, self._clock.now)
+            self._never_lived(process, code)
 
     def _host_store(self, action: HostStore) -> None:
         process = self._owned[action.key]
@@ -275,21 +273,21 @@ class Workers:
         else:
             process.hang_up(self._loop)
             if not process.pid:
-                self._never_parked(process)
+                self._never_lived(process)
 
     def _parked(self, process: NodeProcess, pid: int) -> None:
         process.deadline = None
         entry, code = look_up(pid), self._owned.collected(pid)
         if code is not None or entry is None or entry.parent != os.getpid():
             process.hang_up(self._loop)
-            self._never_parked(process, code if code is not None else 1)
+            self._never_lived(process, code if code is not None else 1)
             return
         self._owned.register(process, pid)
         self._pump.attach(process.key, process.output[0], process.output[1], SpareLabel(pid))
         process.output = ()
         self._state.on_parked(process.key, pid)
 
-    def _never_parked(self, process: NodeProcess, code: int = 1) -> None:
+    def _never_lived(self, process: NodeProcess, code: int = 1) -> None:
         process.code = code
         self._state.on_exit(process.key, code, self._clock.now)
 
@@ -361,7 +359,7 @@ class Workers:
             self._endings.end(process.key, self._clock.now)
         elif not process.pid:
             process.hang_up(self._loop)
-            self._never_parked(process)
+            self._never_lived(process)
 
     def _drain(self, process: NodeProcess, until: float, now: float) -> None:
         process.drained = self._pump.finished(process.key) or now >= until + ABANDONED_SECONDS
