@@ -101,7 +101,7 @@ def test_a_node_that_comes_back_in_time_takes_its_ranks_again(tmp_path: Path) ->
     ("faults", "rung"),
     [
         (["entry,3,0"], FROM_SCRIPT),
-        (["collective 1,0,0"], None),
+        (["collective 4,0,0"], None),  # three of them prepare the first step,
         (["copying,1,0"], None),
         (["before-optimizer,0,0"], None),
         (["optimizer 1,0,0"], None),
