@@ -22,6 +22,7 @@ FAILED: Final = 1  # python's own exit code for an exception that nobody caught
 _ended: list[Any] = []  # what the script gave to sys.exit last
 _exit: Final = sys.exit
 _together: list[bool] = []  # this process waits for others at its end
+os.register_at_fork(after_in_child=_together.clear)  # what a script forks has no say in the job, but has our sockets
 
 
 def note(status: object) -> None:
@@ -41,7 +42,12 @@ def at_the_end(wait: Callable[[], None], stop: Callable[[], None]) -> None:
     _together[:] = [True]
     sys.exit = _noting_exit
     sys.excepthook = _ending_hook(sys.excepthook)
-    atexit.register(lambda: wait() if ended_well() else stop())
+    atexit.register(lambda: _at_exit(wait, stop))
+
+
+def _at_exit(wait: Callable[[], None], stop: Callable[[], None]) -> None:
+    if _together:
+        (wait if ended_well() else stop)()
 
 
 def exit_code(status: object) -> int:

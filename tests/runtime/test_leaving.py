@@ -55,3 +55,16 @@ def test_a_script_that_was_interrupted_dies_by_the_signal_as_ever() -> None:
     quiet = BUSY.replace("range(2)", "range(0)")
     command = [sys.executable, "-W", "ignore", "-c", quiet + "raise KeyboardInterrupt"]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == -2
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)", "raise ZeroDivisionError"])
+def test_what_a_script_forks_ends_for_itself_alone(end: str) -> None:
+    """It has the sockets of its parent: to leave, or to break communicators, would be the parent's doing."""
+    quiet = BUSY.replace("range(2)", "range(0)").replace('print("waited")', "print(os.getpid() == parent)")
+    quiet = quiet.replace('print("stopped")', "print(os.getpid() == parent)")
+    script = f"import os\nparent = os.getpid()\n{quiet}\nif os.fork() == 0:\n    {end}\nos.wait()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert [line for line in done.stdout.splitlines() if line in ("True", "False")] == ["True"]
