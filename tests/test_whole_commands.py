@@ -132,15 +132,20 @@ def terminal(ground: Ground, *args: object) -> Iterator[pexpect.spawn[str]]:
         child.close(force=True)
 
 
+def ended(screen: pexpect.spawn[str]) -> int:
+    """The exit code of a command that ends by itself: `close` would send it signals, SIGKILL too, after 0.1 to 0.4 s."""
+    screen.expect(pexpect.EOF)
+    return int(screen.wait())
+
+
 def test_ctrl_c_is_one_line_130_and_nothing_left(ground: Ground, eventually: Eventually) -> None:
     with terminal(ground, "--nodes", 2, ground.script(QUIET)) as screen:
         for _ in range(2):
             screen.expect(r"node\d:\d\| rank \d works")
         screen.sendintr()
-        screen.expect(pexpect.EOF)
-        screen.close()
+        code = ended(screen)
         said = [line for line in str(screen.before).splitlines() if line.strip("^C \r")]
-        assert screen.exitstatus == 130
+        assert code == 130
         assert len(said) == 1 and "SIGINT: stopping" in said[0], said
     ground.check_nothing_is_left(eventually, next((ground.home / "jobs").iterdir()))
 
@@ -155,9 +160,7 @@ def test_a_second_ctrl_c_shortens_the_wait_and_a_third_ends_it(ground: Ground, e
         screen.expect("SIGINT again: workers have 3 s\r\n")
         screen.sendintr()
         screen.expect("SIGINT again: killing at once\r\n")
-        screen.expect(pexpect.EOF)
-        screen.close()
-        assert screen.exitstatus == 130
+        assert ended(screen) == 130
         assert time.monotonic() - asked < 10
     ground.check_nothing_is_left(eventually, next((ground.home / "jobs").iterdir()))
 
@@ -178,6 +181,9 @@ def test_every_polite_signal_ends_the_job_with_its_own_code(
 def test_a_terminal_that_is_closed_ends_its_job(ground: Ground, eventually: Eventually) -> None:
     with terminal(ground, ground.script(PATIENT)) as screen:
         screen.expect("rank 0 works")
+        screen.ptyproc.fileobj.close()  # the kernel's hang-up, and nothing else
+        eventually(lambda: not screen.isalive(), 20, "the command ended by itself")
+        assert screen.exitstatus == 128 + signal.SIGHUP
     ground.check_nothing_is_left(eventually, next((ground.home / "jobs").iterdir()))
 
 

@@ -19,6 +19,7 @@ def main(wait_for: str, key: str, *argv: str) -> None:
         child.sendcontrol(key)
         child.expect(pexpect.EOF)
         shown = child.before
+        child.wait()  # `close` would hurry it with signals
     finally:
         child.close()
     print(json.dumps({"shown": shown, "code": child.exitstatus, "signal": child.signalstatus}))
