@@ -11,7 +11,7 @@ _phoenix_run() {
     case ${COMP_WORDS[1]} in
         run | status | jobs | logs | stop | inject-fault | config | keygen | completion) ((COMP_CWORD > 1)) && verb=${COMP_WORDS[1]} first=2 ;;
     esac
-    local valued=" --nproc-per-node --start-method --preload --env --job-name --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port --local-addr --role --numa-binding --monitor-interval --event-log-handler --logs-specs --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --drill --log-dir --redirects -r --tee -t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --prune --rank --node --job "
+    local valued=" --nproc-per-node --start-method --preload --env --job-name --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port --local-addr --role --numa-binding --monitor-interval --event-log-handler --logs-specs --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --drill --snapshot-interval --replicas --replica-distance --copy-memory --log-dir --redirects -r --tee -t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --prune --rank --node --job "
     case $verb in
         run | config)
             for ((position = first; position < COMP_CWORD; position++)); do
@@ -32,6 +32,7 @@ _phoenix_run() {
         --numa-binding) COMPREPLY=($(compgen -W "node socket exclusive core-complex" -- "$word")); return ;;
         --event-log-handler) COMPREPLY=($(compgen -W "null console dynamic_rendezvous" -- "$word")); return ;;
         --exit-code) COMPREPLY=($(compgen -W "phoenix worker" -- "$word")); return ;;
+        --snapshot-interval) COMPREPLY=($(compgen -W "auto" -- "$word")); return ;;
         --redirects | -r) COMPREPLY=($(compgen -W "0 1 2 3" -- "$word")); return ;;
         --tee | -t) COMPREPLY=($(compgen -W "0 1 2 3" -- "$word")); return ;;
         --prefix) COMPREPLY=($(compgen -W "auto always never" -- "$word")); return ;;
@@ -40,13 +41,13 @@ _phoenix_run() {
     esac
     [[ $valued == *" $previous "* ]] && return
     case $verb in
-        run) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --version" ;;
+        run) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --version" ;;
         status) options="--json --watch" ;;
         jobs) options="--prune" ;;
         logs) options="--rank --node --follow" ;;
         stop) options="" ;;
         inject-fault) options="--rank --node --job --dry-run" ;;
-        config) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --timeouts --markdown" ;;
+        config) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --timeouts --markdown" ;;
         keygen) options="" ;;
         completion) options="" ;;
     esac

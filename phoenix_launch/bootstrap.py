@@ -91,4 +91,5 @@ class AgentBootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port_low: int = 0  # --port-range, 0: any
     port_high: int = 0
     simulated: bool = False
+    copy_memory: int = 0  # --copy-memory: bytes that a node's copies may take, 0: what is free
     slots_key: str = ""  # by which checkpoint servers of this job know each other, hexadecimal; empty: there are none

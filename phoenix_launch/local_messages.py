@@ -74,6 +74,7 @@ class CheckpointSettings(Message, frozen=True):
     address: str  # on which it listens for other nodes' servers
     port_low: int = 0  # --port-range, 0: any
     port_high: int = 0
+    memory: int = 0  # --copy-memory: bytes that all copies may take, 0: what is free
 
 
 class CheckpointUp(Message, frozen=True):
@@ -114,6 +115,7 @@ class FillSlot(Message, frozen=True):
     stamp: Stamp
     complete: int
     size: int  # bytes of memory
+    expected: int = 0  # bytes that later versions will need, as far as is known
 
 
 class SlotToFill(Message, frozen=True):
@@ -133,9 +135,12 @@ class SlotHeld(Message, frozen=True):
 
 
 class SlotRefused(Message, frozen=True):
+    """`no_room`: the node's memory is too small, so that it is of no use to ask again."""
+
     bundle: str
     stamp: Stamp
     why: str
+    no_room: bool = False
 
 
 class SlotSealed(Message, frozen=True):
@@ -156,6 +161,7 @@ class CopySealed(Message, frozen=True):
     stamp: Stamp
     node: int
     error: str = ""
+    no_room: bool = False
 
 
 class ReadSlot(Message, frozen=True):

@@ -10,6 +10,7 @@ import msgspec
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.command_messages import DrillKind, FromCommand, ToCommand
 from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp, StartupCopy
+from phoenix_launch.progress import CopyFigures
 from phoenix_launch.wire import NO_GENERATION, Envelope, Generation, Message, opened
 
 # --- agent -> supervisor ---------------------------------------------------------------------------------------------
@@ -64,6 +65,13 @@ class ExitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     oom_killed: bool = False  # with evidence (cgroup memory.events) only
 
 
+class NoRoom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node has not enough memory for the copies that it is to keep. `why`: the arithmetic."""
+
+    node: int
+    why: str
+
+
 class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker says that knows the runtime: it can leave a step, be restored and go on."""
 
@@ -81,6 +89,8 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outside: str = ""  # why it cannot be repaired in place, whatever comes: a collective outside of a step was aborted
     leaving: bool = False  # its script is over, it waits for the others
     finished: int = -1  # steps that it has finished then
+    no_room: NoRoom | None = None  # its copies do not fit
+    degraded: str = ""  # why some of its replicas are not where they should be
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +102,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exit: ExitReport | None = None
     runtime: RuntimeReport | None = None
     inside: int = -1  # the step that run_step is in, from 1, -1: none; from the progress page
+    copies: CopyFigures | None = None  # from there, too; None: it makes no copies
 
 
 class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,6 +208,9 @@ class Ground(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     places: dict[int, int]  # rank -> node
     domains: tuple[tuple[int, str], ...]  # nodes that have ranks, each with its failure domain, in the ring's order
     servers: tuple[SlotPeer, ...]  # checkpoint servers of all nodes
+    replicas: int = 1  # of what only one failure domain holds
+    distance: int = 1  # to the first of them, in failure domains
+    interval: int = 1  # steps between two versions that are copied, 0: none is, settings.AUTO: as many as it takes
 
 
 class NodePlan(Message, frozen=True):

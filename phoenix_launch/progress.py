@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 PAGE_BYTES: Final = 4096
-LAYOUT: Final = 3  # at offset 0, so that two versions of us never misread each other
+LAYOUT: Final = 4  # at offset 0, so that two versions of us never misread each other
 
 # 64-bit words, each stored by one aligned store; the words after them up to PAGE_BYTES are reserved.
 _LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS, _COMPLETE, _INSIDE = range(8)
+_COPIES = range(8, 12)
 _READ_TRIES: Final = 100
 
 
@@ -22,6 +23,16 @@ class Phase(enum.IntEnum):
 
     STARTING = 0
     TRAINING = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyFigures:
+    """What a rank's copies in memory come to."""
+
+    state: int = 0  # bytes of all that the rank holds, as in its newest copy
+    copied: int = 0  # bytes that it has written into slots of its node, since it was started
+    sent: int = 0  # bytes of them that other nodes have sealed as replicas
+    holders: int = 0  # nodes that keep each of its bundles, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +107,15 @@ class ProgressPage:
     def write_inside(self, step: int) -> None:
         """The same, when a step begins, and -1 when it is finished."""
         self._signed[_INSIDE] = step
+
+    def write_copies(self, figures: CopyFigures) -> None:
+        """The same, after each version that was copied."""
+        for word, value in zip(_COPIES, (figures.state, figures.copied, figures.sent, figures.holders), strict=True):
+            self._signed[word] = value
+
+    def read_copies(self) -> CopyFigures:
+        state, copied, sent, holders = (self._signed[word] for word in _COPIES)
+        return CopyFigures(state=state, copied=copied, sent=sent, holders=holders)
 
     def read(self) -> Progress:
         progress = Progress()

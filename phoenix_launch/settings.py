@@ -11,6 +11,7 @@ from phoenix_launch.timeouts import ORDERS, TIMEOUTS, Timeout, check_timeouts, t
 __all__ = ["ORDERS", "TIMEOUTS", "RunSettings", "Timeout", "check_timeouts", "timeout"]
 
 DEFAULT_RDZV_PORT: Final = 29400  # torchrun's, for a --rdzv-endpoint without a port
+AUTO: Final = -1  # of snapshot_interval: as often as copies hide behind the steps
 DEFAULT_MASTER_PORT: Final = 29500  # torchrun's, for --master-addr without --master-port
 
 
@@ -60,6 +61,10 @@ class RunSettings:
     join_timeout: float = timeout("join")
     signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     rehearse: int = 0
+    replicas: int = 1
+    replica_distance: int = 1
+    snapshot_interval: int = 1  # 0: no copies; AUTO
+    copy_memory: int = 0  # bytes, 0: what is free
     allow_drills: bool = False
     drills: tuple[str, ...] = ()
 

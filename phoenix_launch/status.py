@@ -35,12 +35,22 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""  # empty: simulated
 
 
+class CopyStatus(msgspec.Struct, frozen=True):
+    """What a rank's copies in memory come to, since its process was started."""
+
+    state_bytes: int  # of all that it holds
+    copied_bytes: int  # written into slots of its node
+    sent_bytes: int  # of them, sealed on other nodes
+    holders: int  # nodes that keep each of its bundles, at least
+
+
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     node: str  # the node's name
     pid: int | None
     state: str  # starting, parked, running, quiescing, restoring, gone
     step: int | None = None  # null: it does not say
+    copies: CopyStatus | None = None  # null: none yet
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +81,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     step: int | None = None
     goodput: float | None = None
-    redundancy: str | None = None
+    redundancy: str | None = None  # full, restoring, degraded, none; null: the script keeps no copies, or not yet
+    redundancy_reason: str = ""
     exit_code: int | None = None
     nodes: tuple[NodeStatus, ...] = ()
     ranks: tuple[RankStatus, ...] = ()

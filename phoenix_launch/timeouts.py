@@ -58,6 +58,7 @@ _ROWS: Final = (
         "slot_handshake", 5.0, "checkpoint servers of two nodes have proved to each other that they know the job's key"
     ),
     Timeout("slot_piece", 10.0, "a checkpoint server takes, gives or answers for the next piece of a copy"),
+    Timeout("partner", 5.0, "a node that is asked to keep a replica takes it, before another one is asked"),
     Timeout("slot_request", 30.0, "a node's checkpoint server answers a worker that wants to write or read a slot"),
     Timeout("shutdown", 30.0, "a worker ends after its signal; then SIGKILL to its whole tree", "--shutdown-timeout"),
     Timeout("drain_output", 2.0, "a dead worker's last lines are read (a child of it may hold the pipe open)"),

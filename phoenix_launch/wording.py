@@ -35,3 +35,13 @@ def names_listed(names: Sequence[str]) -> str:
     """`a, b, c`, and no more than fit into a line."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
+
+
+def size_named(size: float) -> str:
+    """`512 B`, `1.5 KiB`, `24 MiB`, `3.2 GiB`: three digits are enough for anybody."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    unit = units[0]
+    return f"{size:.0f} {unit}" if size >= 99.5 or size == int(size) else f"{size:.1f} {unit}"

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from torch._C._distributed_c10d import HashStore
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.copies import Source, Stamp
 from phoenix_launch.local_messages import WorkerPlan
-from phoenix_launch.messages import PlanPhase
+from phoenix_launch.messages import NoRoom, PlanPhase
 from phoenix_launch.timeouts import timeout as row
-from phoenix_runtime import communicators, leaving, rehearsal
+from phoenix_runtime import communicators, leaving, link, rehearsal
 from phoenix_runtime.checkpoint import private
 from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.communicators import BACKEND
@@ -127,11 +128,23 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     dist.init_process_group(communicators.NAME, timeout=patience, **options)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = BACKEND.own_group(_AGREEMENT) if world > 1 else None
-    copier.append(Copier(os.environ[JOB], rank, BACKEND.gate, group))
+    no_room = partial(_no_room, control)
+    degraded = partial(_degraded, control)
+    copier.append(Copier(os.environ[JOB], rank, BACKEND.gate, group, no_room=no_room, degraded=degraded))
     swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check)
     LOOP.repair = swaps
     BACKEND.gate.outside = swaps.outside
     leaving.at_the_end(swaps.leave, swaps.stop)
+
+
+def _no_room(control: Control, found: NoRoom) -> None:
+    control.report(no_room=found)
+
+
+def _degraded(control: Control, why: str) -> None:
+    if why:
+        link.remark(f"{why}; another node is asked, and this one again later")
+    control.report(degraded=why)
 
 
 def _predecessors_record(control: Control) -> StartupRecord:

@@ -23,7 +23,8 @@ from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import Generation
 from phoenix_runtime import link
 from phoenix_runtime.checkpoint import bundles, restore
-from phoenix_runtime.checkpoint.copier import Copier, Footing
+from phoenix_runtime.checkpoint.copier import Copier
+from phoenix_runtime.checkpoint.filling import Footing
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.backend import PhoenixBackend
 from phoenix_runtime.communicators.gate import StepAborted
@@ -119,12 +120,19 @@ class Swaps:
         if self._inherits is not None:
             self._load(state)
         self._state, self._inherits = state, None
+        ground = self._control.plan.ground
+        if ground is not None and ground.interval == 0:
+            self._without_copies("copies in memory are off (--snapshot-interval 0)")
+            return
         try:
             self._resume(self._control.wait_for(can_copy, timeout("copies_ready")), state.step)
         except TimeoutError:
-            self._copies = False
-            link.remark("not all nodes can keep copies in memory: a failure starts the script again")
-            self._control.report(outside="not all nodes can keep copies in memory")
+            self._without_copies("not all nodes can keep copies in memory")
+
+    def _without_copies(self, why: str) -> None:
+        self._copies = False
+        link.remark(f"{why}: a failure starts the script again")
+        self._control.report(outside=why)
 
     def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
         if self._state is not None and state is not self._state:

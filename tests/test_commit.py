@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phoenix_launch.copies import Slot, Stamp
 from phoenix_launch.job.commit import (
@@ -172,3 +174,26 @@ def test_complete_means_every_copy_of_the_plan() -> None:
     kept: dict[tuple[str, int], SlotPair] = {("own0", 0): (slot(4), slot(5)), ("own0", 1): (slot(3), slot(4))}
     assert complete_version(plan, kept, FIRST) == 4
     assert complete_version(plan, {}, FIRST) == NO_VERSION
+
+
+def test_the_nodes_of_a_domain_share_the_replicas_of_another_one() -> None:
+    domains = {node: "ab"[node // 4] for node in range(8)}
+    places = {rank: rank for rank in range(8)}
+    table = [Bundle(f"own{rank}", (rank,)) for rank in range(8)]
+    plan = copy_plan(table, places, domains)
+    partners = {copy.origin: copy.node for copy in plan.copies if copy.node != copy.origin}
+    assert partners == {node: (node + 4) % 8 for node in range(8)}
+
+
+@given(
+    domains=st.lists(st.sampled_from("abcde"), min_size=1, max_size=10),
+    replicas=st.integers(0, 4),
+    distance=st.integers(1, 12),
+)
+def test_replicas_stand_in_as_many_other_domains_as_there_are(domains: list[str], replicas: int, distance: int) -> None:
+    of_node = dict(enumerate(domains))
+    for node in of_node:
+        plan = copy_plan([Bundle("own", (0,))], {0: node}, of_node, replicas=replicas, distance=distance)
+        where = [of_node[copy.node] for copy in plan.copies]
+        assert len(set(where)) == len(where) == 1 + min(replicas, len(set(domains)) - 1)
+        assert plan.unprotected == (() if len(where) > 1 else ("own",))

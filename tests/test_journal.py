@@ -26,7 +26,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
         {"rung": 2, "lost_ranks": [1], "moves": [MOVE], "resumed_step": None, "lost_steps": None}
         | {"phases": {"quiesce": 0.25}, "total": 0.5, "why": ""},
     ),
-    ("redundancy", {"state": "degraded"}),
+    ("redundancy", {"state": "degraded", "why": "1 failure domain for 1 replica"}),
     ("checkpoint", {"step": 100, "path": "/x"}),
     ("drill", {"kind": "kill-node", "target": "node1"}),
     ("job_finished", {"exit_code": 0, "steps": None, "goodput": None}),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import phoenix_runtime
-from phoenix_launch.progress import PAGE_BYTES, Phase, Progress, ProgressPage
+from phoenix_launch.progress import PAGE_BYTES, CopyFigures, Phase, Progress, ProgressPage
 from phoenix_runtime import link
 
 
@@ -136,3 +136,13 @@ def test_report_does_nothing_without_a_page(path: str, monkeypatch: pytest.Monke
 def test_the_runtime_is_imported_without_torch() -> None:
     code = "import sys, phoenix_runtime; phoenix_runtime.report(1); sys.exit(bool({'torch', 'zmq'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_what_copies_come_to_stands_beside_the_steps(page: tuple[ProgressPage, str]) -> None:
+    assert page[0].read_copies() == CopyFigures()
+    figures = CopyFigures(state=2**40, copied=2**50, sent=2**49, holders=2)
+    worker = ProgressPage.attach(page[1])
+    worker.write_copies(figures)
+    worker.write(Progress(step=3))
+    worker.close()
+    assert (page[0].read_copies(), page[0].read().step) == (figures, 3)

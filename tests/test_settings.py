@@ -14,7 +14,7 @@ from phoenix_launch.cli import main
 from phoenix_launch.errors import UsageError
 from phoenix_launch.options.resolution import Source, resolve, settings_from
 from phoenix_launch.options.table import BY_FIELD, OPTIONS, Option, Origin, default
-from phoenix_launch.settings import ORDERS, TIMEOUTS, RunSettings, check_timeouts, parse_endpoint, timeout
+from phoenix_launch.settings import AUTO, ORDERS, TIMEOUTS, RunSettings, check_timeouts, parse_endpoint, timeout
 
 Start = Callable[..., RunSettings]
 
@@ -105,6 +105,14 @@ VALUES: list[tuple[str, str, object]] = [
     ("orphan-timeout", "600", 600.0),
     ("join-timeout", "30", 30.0),
     ("rehearse", "2", 2),
+    ("snapshot-interval", "10", 10),
+    ("snapshot-interval", "0", 0),
+    ("snapshot-interval", "auto", AUTO),
+    ("replicas", "2", 2),
+    ("replica-distance", "3", 3),
+    ("copy-memory", "64G", 64 << 30),
+    ("copy-memory", "1.5 GiB", 3 << 29),
+    ("copy-memory", "500000", 500_000),
     ("exit-code", "worker", "worker"),
     ("log-dir", "/dev/null", "/dev/null"),
     ("redirects", "3", {-1: 3}),

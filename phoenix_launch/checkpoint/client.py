@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from phoenix_launch import channel
-from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.checkpoint.pairs import NoRoomError, SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader, SlotWriter
 from phoenix_launch.copies import Stamp
 from phoenix_launch.errors import ProtocolError
@@ -41,7 +41,7 @@ class SlotsLink:
         self._node = node
         self._seconds = seconds
         self._writers: dict[tuple[str, int], tuple[int, SlotWriter]] = {}
-        self._copies: dict[tuple[str, Stamp, int], str] = {}
+        self._copies: dict[tuple[str, Stamp, int], SlotRefusedError | None] = {}
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.settimeout(seconds)
         try:
@@ -50,9 +50,12 @@ class SlotsLink:
             self._sock.close()
             raise
 
-    def fill(self, bundle: str, stamp: Stamp, size: int) -> SlotWriter | None:
-        """Mapped memory of `size` bytes (`slots.slot_size`) for this copy; None when the node keeps it already."""
-        channel.send(self._sock, FillSlot(self.generation, bundle, stamp, self.complete, size))
+    def fill(self, bundle: str, stamp: Stamp, size: int, expected: int = 0) -> SlotWriter | None:
+        """Mapped memory of `size` bytes (`slots.slot_size`) for this copy; None when the node keeps it already.
+
+        `expected`: bytes that later versions will need. Raises NoRoomError when that does not fit into the node's memory.
+        """
+        channel.send(self._sock, FillSlot(self.generation, bundle, stamp, self.complete, size, expected))
         answer, descriptors = self._answer(bundle, stamp)
         try:
             if isinstance(answer, SlotToFill):
@@ -67,14 +70,14 @@ class SlotsLink:
             self._copies.pop((bundle, stamp, node), None)
         channel.send(self._sock, SlotSealed(self.generation, bundle, stamp, self.complete, replicas))
 
-    def copied(self, bundle: str, stamp: Stamp, nodes: Iterable[int]) -> dict[int, str]:
+    def copied(self, bundle: str, stamp: Stamp, nodes: Iterable[int]) -> dict[int, SlotRefusedError]:
         """When the copies on all of these nodes are sealed or failed: what went wrong, by node (empty: nothing)."""
         wanted = {(bundle, stamp, node) for node in nodes}
         deadline = time.monotonic() + self._seconds
         while not wanted <= self._copies.keys():
             self._hear(deadline)
         results = {key[2]: self._copies.pop(key) for key in wanted}
-        return {node: error for node, error in results.items() if error}
+        return {node: error for node, error in results.items() if error is not None}
 
     def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
         """From this node's slot, or, if it has none, from that of `node`, which is then kept here too."""
@@ -117,7 +120,7 @@ class SlotsLink:
             message, descriptors = self._hear(deadline)
             if not isinstance(message, CopySealed) and (message.bundle, message.stamp) == (bundle, stamp):
                 if isinstance(message, SlotRefused):
-                    raise SlotRefusedError(message.why)
+                    raise _refusal(message.why, message.no_room)
                 return message, descriptors
             _close(descriptors)  # of a request that was given up after too long
 
@@ -132,11 +135,16 @@ class SlotsLink:
             raise ConnectionResetError("the node's checkpoint server is gone")
         message, descriptors = received
         if isinstance(message, CopySealed):
-            self._copies[message.bundle, message.stamp, message.node] = message.error
+            error = _refusal(message.error, message.no_room) if message.error else None
+            self._copies[message.bundle, message.stamp, message.node] = error
         elif not isinstance(message, SlotToFill | SlotHeld | SlotToRead | SlotRefused):
             _close(descriptors)
             raise ProtocolError(f"a checkpoint server sent a {type(message).__name__} to a worker")
         return message, descriptors
+
+
+def _refusal(why: str, no_room: bool) -> SlotRefusedError:
+    return NoRoomError(why) if no_room else SlotRefusedError(why)
 
 
 def _close(descriptors: Iterable[int]) -> None:

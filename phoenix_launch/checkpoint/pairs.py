@@ -8,12 +8,14 @@ not know yet, goes on storing into memory that nobody else will ever look at.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from phoenix_launch.checkpoint.slots import SlotMemory
+from phoenix_launch.checkpoint.budget import Demand, shortage
+from phoenix_launch.checkpoint.slots import SlotMemory, memory_size
 from phoenix_launch.copies import KeptSlot, Slot, Stamp
 from phoenix_launch.errors import PhoenixError
 from phoenix_launch.job import commit
@@ -21,7 +23,11 @@ from phoenix_launch.wire import NO_GENERATION, Generation
 
 
 class SlotRefusedError(PhoenixError):
-    """A slot cannot be written or read now: an older generation, a version that is still needed, a lack of memory."""
+    """A slot cannot be written or read now: an older generation, a version that is still needed."""
+
+
+class NoRoomError(SlotRefusedError):
+    """The copies do not fit into a node's memory: to ask again is of no use. The message is the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """A copy that somebody wants to write. `complete`: the newest version known to be; `size`: bytes of memory."""
+    """A copy that somebody wants to write. `complete`: the newest version known to be; `size`: bytes of memory; `expected`:
+    what later versions will need, as far as is known; `replica`: of another node's bundle."""
 
     writer: object
     generation: Generation
@@ -43,6 +50,8 @@ class Wish:
     stamp: Stamp
     complete: int
     size: int
+    expected: int = 0
+    replica: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,14 @@ class _Place:
 @dataclass(slots=True)
 class _Pair:
     places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
+    generation: Generation = NO_GENERATION  # the newest in which somebody wanted to fill it
+    slot_bytes: int = 0  # that each of the two needs, or is going to need
+    replica: bool = False
+
+    @property
+    def demand(self) -> Demand:
+        present = sum(place.memory.size for place in self.places if place.memory is not None)
+        return Demand(self.slot_bytes, present, self.replica)
 
     @property
     def slots(self) -> commit.SlotPair:
@@ -77,11 +94,21 @@ class _Pair:
 
 
 class SlotPairs:
-    """`on_change` is called after what is kept has changed, in the thread that changed it, with no lock held."""
+    """`on_change` is called after what is kept has changed, in the thread that changed it, with no lock held.
 
-    def __init__(self, job: str, on_change: Callable[[], None] = lambda: None) -> None:
+    `free`: bytes that this node could allocate now; `limit`: bytes that all copies may take, 0: what is free.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        on_change: Callable[[], None] = lambda: None,
+        free: Callable[[], float] = lambda: math.inf,
+        limit: int = 0,
+    ) -> None:
         self.job = job
         self._on_change = on_change
+        self._free, self._limit = free, limit
         self._pairs: dict[str, _Pair] = {}
         self._standing = Standing()
         self._changed = threading.Condition()
@@ -126,15 +153,21 @@ class SlotPairs:
         deadline = time.monotonic() + seconds
         with self._changed:
             self._changed.wait_for(lambda: self._standing.generation >= wish.generation, seconds)
+            self._check(wish)
             pair = self._pairs.setdefault(wish.bundle, _Pair())
+            pair.generation = wish.generation  # before anything is waited for: `_forget_others` lets it alone
             index = self._slot_for(wish, pair, deadline)
+            self._forget_others(wish)
             if index is None:
                 return None
             place = pair.places[index]
+            pair.slot_bytes, pair.replica = memory_size(max(wish.size, wish.expected)), wish.replica
+            grows = place.memory is None or place.memory.size < wish.size
+            if grows:
+                self._check_room()
             place.slot, place.writer = None, wish.writer
-            if place.memory is not None and place.memory.size < wish.size:
-                place.drop()
-                place.writer = wish.writer
+            if grows:
+                place.memory = None
             memory = place.memory
         self._on_change()
         return Grant(wish, index, memory) if memory is not None else self._with_memory(wish, index, place)
@@ -164,6 +197,24 @@ class SlotPairs:
         if wish.stamp.generation > wish.generation or not current.lineage.loadable(wish.stamp):
             raise SlotRefusedError(f"version {wish.stamp.version} of {wish.stamp.generation} is void")
 
+    def _check_room(self) -> None:
+        """Before a slot gets more memory. Raises NoRoomError."""
+        words = shortage((pair.demand for pair in self._pairs.values()), self._free(), self._limit)
+        if words:
+            raise NoRoomError(words)
+
+    def _forget_others(self, wish: Wish) -> None:
+        """What this generation does not copy to here any more goes as soon as a later version is complete."""
+        for bundle, pair in list(self._pairs.items()):
+            if pair.generation == wish.generation:
+                continue
+            for place in pair.places:
+                older = place.slot is None or place.slot.stamp.version < wish.complete
+                if older and not place.readers and place.writer is None:
+                    place.drop()
+            if all(place.memory is None and place.writer is None for place in pair.places):
+                del self._pairs[bundle]
+
     def _with_memory(self, wish: Wish, index: int, place: _Place) -> Grant:
         """Allocated without the lock: it takes some tenths of a second for a gigabyte."""
         try:
@@ -173,12 +224,18 @@ class SlotPairs:
                 if place.writer is wish.writer:
                     place.drop()
                 self._changed.notify_all()
-            raise SlotRefusedError(f"no memory for {wish.size} bytes of bundle {wish.bundle!r}: {error}") from None
+            raise NoRoomError(f"no memory for {wish.size} bytes of bundle {wish.bundle!r}: {error}") from None
         with self._changed:
             if place.writer is not wish.writer or not commit.may_write(wish.generation, self._standing.generation):
                 raise SlotRefusedError(f"generation {wish.generation} was replaced meanwhile")
             place.memory = memory
         return Grant(wish, index, memory)
+
+    def slot_bytes(self, bundle: str) -> int:
+        """What each slot of the bundle's pair needs, or is going to need."""
+        with self._changed:
+            pair = self._pairs.get(bundle)
+            return pair.slot_bytes if pair is not None else 0
 
     def seal(self, grant: Grant) -> Slot:
         """Take the copy as kept. Raises SlotRefusedError when it is not what was granted, or not any more."""

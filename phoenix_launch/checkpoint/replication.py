@@ -22,7 +22,7 @@ import msgspec
 
 from phoenix_launch.checkpoint import header, peer_link
 from phoenix_launch.checkpoint.header import PAGE_BYTES, Extent, Header, Label
-from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Wish
+from phoenix_launch.checkpoint.pairs import NoRoomError, SlotPairs, SlotRefusedError, Wish
 from phoenix_launch.checkpoint.peer_link import PIECE_BYTES, Identity, PeerLink
 from phoenix_launch.checkpoint.slots import SlotMemory
 from phoenix_launch.copies import SlotPeer, Stamp
@@ -38,13 +38,16 @@ WAIT_SECONDS: Final = (
 
 
 class Offer(Message, frozen=True):
-    """This copy can be had, in that many bytes. `complete`: the newest complete version that the sender knows of."""
+    """This copy can be had, in that many bytes. `complete`: the newest complete version that the sender knows of; `expected`:
+    bytes that later versions will need; `replica`: it is sent for safety, not because somebody asked for it."""
 
     label: Label
     table: int
     extras: int
     data: int
     complete: int
+    expected: int = 0
+    replica: bool = False
 
 
 class Take(Message, frozen=True):
@@ -57,6 +60,7 @@ class Held(Message, frozen=True):
 
 class Refusal(Message, frozen=True):
     why: str
+    no_room: bool = False
 
 
 class Sums(Message, frozen=True):
@@ -88,7 +92,7 @@ def replicate(link: PeerLink, pairs: SlotPairs, bundle: str, stamp: Stamp, compl
     with pairs.reading(bundle, stamp) as memory:
         if memory is None:
             raise SlotRefusedError(f"version {stamp.version} of bundle {bundle!r} is not here any more")
-        _give(link, memory, complete)
+        _give(link, memory, complete, pairs.slot_bytes(bundle))
 
 
 def fetch(link: PeerLink, pairs: SlotPairs, wish: Wish) -> None:
@@ -119,17 +123,20 @@ def serve(sock: socket.socket, pairs: SlotPairs, identity: Callable[[], Identity
                 stamp=label.stamp,
                 complete=message.complete,
                 size=_extent(message).total,
+                expected=message.expected,
+                replica=message.replica,
             )
             _take(link, pairs, message, wish)
 
 
-def _give(link: PeerLink, memory: SlotMemory, complete: int) -> None:
+def _give(link: PeerLink, memory: SlotMemory, complete: int, expected: int = 0) -> None:
     found = memory.header()
     if found is None:
         _say(link, Refusal("it is damaged"))
         raise SlotRefusedError("a slot was damaged in memory")
     extent = found.extent
-    _say(link, Offer(found.label, extent.table, extent.extras, extent.data, complete))
+    offer = Offer(found.label, extent.table, extent.extras, extent.data, complete, expected, replica=expected > 0)
+    _say(link, offer)
     if isinstance(_hear(link, Take, Held), Held):
         return
     link.send_file(memory.descriptor, PAGE_BYTES, extent.data_offset)
@@ -153,7 +160,7 @@ def _take(link: PeerLink, pairs: SlotPairs, offer: Offer, wish: Wish) -> None:
     try:
         grant = pairs.begin(wish, WAIT_SECONDS)
     except SlotRefusedError as error:
-        _say(link, Refusal(error.message))
+        _say(link, Refusal(error.message, isinstance(error, NoRoomError)))
         raise
     if grant is None:
         _say(link, Held())
@@ -205,6 +212,8 @@ def _hear(link: PeerLink, *kinds: type[M]) -> M:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed message between checkpoint servers: {error}") from None
     if isinstance(message, Refusal):
+        if message.no_room:
+            raise NoRoomError(message.why)
         raise SlotRefusedError(f"refused by the other node: {message.why}")
     if not isinstance(message, kinds):
         raise ProtocolError(f"a {type(message).__name__} came between checkpoint servers where none may come")
@@ -213,13 +222,13 @@ def _hear(link: PeerLink, *kinds: type[M]) -> M:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """A copy that has to be sealed on another node. `done` gets what went wrong, or an empty string."""
+    """A copy that has to be sealed on another node. `done` gets what went wrong, or None."""
 
     generation: Generation
     bundle: str
     stamp: Stamp
     complete: int
-    done: Callable[[str], None]
+    done: Callable[[Exception | None], None]
 
 
 class Partner:
@@ -250,9 +259,9 @@ class Partner:
             try:
                 self._carry(errand)
             except (OSError, PhoenixError) as error:
-                errand.done(str(error))
+                errand.done(error)
             else:
-                errand.done("")
+                errand.done(None)
 
     def _carry(self, errand: Errand) -> None:
         link = call(self.peer, replace(self._identity(), generation=errand.generation))

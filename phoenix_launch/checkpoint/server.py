@@ -27,6 +27,7 @@ from phoenix_launch.copies import SlotPeer
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.job.commit import Lineage
 from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, NodeLocal, SlotRules, SlotsKept
+from phoenix_launch.node.cgroup import ControlGroup, memory_free
 from phoenix_launch.processes import die_with_parent
 from phoenix_launch.wire import NO_GENERATION
 
@@ -51,7 +52,8 @@ class Server:
         self._partners: dict[SlotPeer, Partner] = {}
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
         self._told_of_strangers = False
-        self.pairs = SlotPairs(settings.job, self._wake_reporter)
+        groups = ControlGroup()
+        self.pairs = SlotPairs(settings.job, self._wake_reporter, lambda: memory_free(groups), settings.memory)
         self._workers_door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._workers_door.bind(settings.socket)
         self._workers_door.listen(_BACKLOG)

@@ -23,6 +23,11 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _serials = itertools.count(1)
 
 
+def memory_size(size: int) -> int:
+    """Bytes of memory that a copy of `size` bytes takes."""
+    return aligned(size, _HUGE_PAGE_BYTES if size >= _HUGE_PAGE_BYTES else _GRAIN_BYTES)
+
+
 def populate(mapping: mmap.mmap) -> None:
     """Fault all pages in, huge ones where the system allows it. Raises OSError (ENOMEM) when there are not enough."""
     if len(mapping) >= _HUGE_PAGE_BYTES:
@@ -48,7 +53,7 @@ class SlotMemory:
 
     def __init__(self, size: int) -> None:
         """Room for a copy of `size` bytes, all pages present. Raises OSError."""
-        self.size = aligned(size, _HUGE_PAGE_BYTES if size >= _HUGE_PAGE_BYTES else _GRAIN_BYTES)
+        self.size = memory_size(size)
         self.serial = next(_serials)
         self.descriptor = os.memfd_create("phoenix-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)

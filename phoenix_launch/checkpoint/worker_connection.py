@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from phoenix_launch import channel
 from phoenix_launch.checkpoint import replication
-from phoenix_launch.checkpoint.pairs import Grant, SlotPairs, SlotRefusedError, Wish
+from phoenix_launch.checkpoint.pairs import Grant, NoRoomError, SlotPairs, SlotRefusedError, Wish
 from phoenix_launch.checkpoint.peer_link import Identity
 from phoenix_launch.checkpoint.replication import Errand, Partner
 from phoenix_launch.errors import PhoenixError, ProtocolError
@@ -86,11 +86,12 @@ class WorkerConnection:
             stamp=asked.stamp,
             complete=asked.complete,
             size=asked.size,
+            expected=asked.expected,
         )
         try:
             grant = self._pairs.begin(wish, _PATIENCE_SECONDS)
         except SlotRefusedError as error:
-            self._say(SlotRefused(asked.bundle, asked.stamp, error.message))
+            self._say(SlotRefused(asked.bundle, asked.stamp, error.message, isinstance(error, NoRoomError)))
             return
         if grant is None:
             self._say(SlotHeld(asked.bundle, asked.stamp))
@@ -105,22 +106,22 @@ class WorkerConnection:
         for node in said.replicas:
             partner = self._node.partner(node)
             if error or partner is None:
-                self._copied(said, node, error or f"no checkpoint server of node {node} is known")
+                self._copied(said, node, error or SlotRefusedError(f"no checkpoint server of node {node} is known"))
             else:
                 done = partial(self._copied, said, node)
                 partner.send(Errand(said.generation, said.bundle, said.stamp, said.complete, done))
 
-    def _seal(self, said: SlotSealed) -> str:
-        """Why the copy is not kept here; empty when it is."""
+    def _seal(self, said: SlotSealed) -> SlotRefusedError | None:
+        """Why the copy is not kept here; None when it is."""
         grant = self._grants.get(said.bundle)
         if grant is not None and grant.wish.stamp == said.stamp:
             del self._grants[said.bundle]
             try:
                 self._pairs.seal(grant)
             except SlotRefusedError as error:
-                return error.message
+                return error
         with self._pairs.reading(said.bundle, said.stamp) as memory:
-            return "" if memory is not None else "this node does not keep it"
+            return None if memory is not None else SlotRefusedError("this node does not keep it")
 
     def _read(self, asked: ReadSlot) -> None:
         try:
@@ -163,10 +164,11 @@ class WorkerConnection:
         with contextlib.closing(link):
             replication.fetch(link, self._pairs, wish)
 
-    def _copied(self, said: SlotSealed, node: int, error: str) -> None:
+    def _copied(self, said: SlotSealed, node: int, error: Exception | None) -> None:
         """Called by partners' threads as well: a worker that is gone by then does not matter."""
+        words = "" if error is None else str(error) or type(error).__name__
         with contextlib.suppress(OSError):
-            self._say(CopySealed(said.bundle, said.stamp, node, error))
+            self._say(CopySealed(said.bundle, said.stamp, node, words, isinstance(error, NoRoomError)))
 
     def _say(self, message: FromCheckpoint, *descriptors: int) -> None:
         with self._sending:

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from phoenix_launch import __version__
 from phoenix_launch.bootstrap import AgentBootstrap, Command, OutputSettings, RunMode
 from phoenix_launch.messages import HostFacts
-from phoenix_launch.node.cgroup import ControlGroup
+from phoenix_launch.node.cgroup import ControlGroup, memory_free
 
 LOOPBACK: Final = ("127.0.0.1", "lo")
 _NVIDIA_DEVICE: Final = re.compile(r"nvidia\d+")
@@ -38,7 +38,7 @@ def gather(bootstrap: AgentBootstrap, place: tuple[str, str], probe_port: int, g
         torch=package_version("torch"),
         cores=groups.cores(),
         gpus=visible_gpus(count_gpus(), bootstrap.environment.get("CUDA_VISIBLE_DEVICES")),
-        memory_free=int(min(psutil.virtual_memory().available, groups.memory_left())),
+        memory_free=int(memory_free(groups)),
         disk_free=disk_free(bootstrap.output.folder),
         script_digest=digest,
         script_error=script_error,

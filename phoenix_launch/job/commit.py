@@ -11,7 +11,7 @@ version at all times, at most one completed step old.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -65,9 +65,16 @@ class CopyPlan:
 
 
 def copy_plan(
-    bundles: Iterable[Bundle], places: Mapping[int, int], domains: Mapping[int, str], *, replicas: int = 1
+    bundles: Iterable[Bundle],
+    places: Mapping[int, int],
+    domains: Mapping[int, str],
+    *,
+    replicas: int = 1,
+    distance: int = 1,
+    avoided: Collection[int] = (),
 ) -> CopyPlan:
-    """`places`: rank -> node; `domains`: node -> failure domain, of the nodes that have ranks, in the ring's order."""
+    """`places`: rank -> node; `domains`: node -> failure domain, of the nodes that have ranks, in the ring's order; `replicas`:
+    of what only one domain holds, the first of them `distance` domains on; `avoided`: nodes that are no partners now."""
     copies: list[Copy] = []
     unprotected: list[str] = []
     for bundle in bundles:
@@ -75,7 +82,7 @@ def copy_plan(
         copies.extend(Copy(bundle.key, node, node) for node in homes)
         if len({domains[node] for node in homes}) > 1:
             continue
-        partners = _partners(homes[0], domains)[:replicas]
+        partners = [node for node in _partners(homes[0], domains, distance) if node not in avoided][:replicas]
         copies.extend(Copy(bundle.key, partner, homes[0]) for partner in partners)
         if not partners:
             unprotected.append(bundle.key)
@@ -87,16 +94,20 @@ def writer(bundle: Bundle, node: int, places: Mapping[int, int]) -> int:
     return min(rank for rank in bundle.holders if places[rank] == node)
 
 
-def _partners(node: int, domains: Mapping[int, str]) -> list[int]:
-    """The next nodes of the ring, each in a failure domain that none before it is in."""
-    ring = list(domains)
-    place = ring.index(node)
-    seen, partners = {domains[node]}, []
-    for other in ring[place + 1 :] + ring[:place]:
-        if domains[other] not in seen:
-            seen.add(domains[other])
-            partners.append(other)
-    return partners
+def _partners(node: int, domains: Mapping[int, str], distance: int) -> list[int]:
+    """One node of each other failure domain, in the ring's order, beginning `distance` domains on.
+
+    Of a domain it is the one in the same place as this node in its own, so that no node keeps replicas for many.
+    """
+    members: dict[str, list[int]] = {}
+    for other, domain in domains.items():
+        members.setdefault(domain, []).append(other)
+    ring = list(members)
+    own = ring.index(domains[node])
+    others = ring[own + 1 :] + ring[:own]
+    place = members[domains[node]].index(node)
+    first = (distance - 1) % len(others) if others else 0
+    return [members[domain][place % len(members[domain])] for domain in others[first:] + others[:first]]
 
 
 # --- lineage: what an older generation computed beyond the version at which a later one resumed is void --------------

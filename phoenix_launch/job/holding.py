@@ -8,6 +8,7 @@ from phoenix_launch.copies import KeptSlot, StartupCopy
 from phoenix_launch.job import recovery
 from phoenix_launch.job.commit import Bundle
 from phoenix_launch.job.state import Ended, Holder, Rung, State
+from phoenix_launch.messages import NoRoom
 from phoenix_launch.wire import NO_GENERATION
 
 
@@ -54,6 +55,14 @@ def too_early(state: State, ended: Ended) -> bool:
     if holder.runtime.leaving:
         return False
     return state.swap is not None or any(held(state, o.rank) and o.inside > holder.step for o in state.holders.values())
+
+
+def no_room(state: State) -> NoRoom | None:
+    """What a rank says of a node whose memory is too small for the copies."""
+    found = [
+        h.runtime.no_room for h in state.holders.values() if h.runtime is not None and h.runtime.no_room is not None
+    ]
+    return min(found, key=lambda its: its.node, default=None)
 
 
 def all_leaving(state: State) -> bool:

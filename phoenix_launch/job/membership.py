@@ -29,7 +29,7 @@ from phoenix_launch.job.events import (
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.transition import silent_since
-from phoenix_launch.messages import NodeReport
+from phoenix_launch.messages import NodeReport, NoRoom
 from phoenix_launch.wire import Generation
 from phoenix_launch.wording import ranks_named
 
@@ -206,7 +206,12 @@ class _Transition(Starting):
     def _settle_running(self) -> None:
         state = self.state
         failed = holding.failed(state)
-        if (failed or self._seat_empty()) and holding.resilient(state):
+        too_full = holding.no_room(state)
+        if too_full is not None:
+            self._enter(
+                Phase.STOPPING, outcome=self._no_room(too_full), signal=SIGTERM, grace=state.rules.shutdown_timeout
+            )
+        elif (failed or self._seat_empty()) and holding.resilient(state):
             self._repair()
         elif failed:
             self._worker_failed(failed[0])
@@ -291,6 +296,13 @@ class _Transition(Starting):
             text += f"; {kept} waited with the training state in memory" if state.swap is not None else ""
             hint += ". The copies in memory end with this job: the next one goes on from the script's own checkpoint"
         return Outcome(exit_code=EXIT_DO_NOT_REQUEUE, text=text, hint=hint)
+
+    def _no_room(self, found: NoRoom) -> Outcome:
+        return Outcome(
+            exit_code=EXIT_DO_NOT_REQUEUE,
+            text=f"the training state does not fit into {self.state.members[found.node].name}'s memory twice: {found.why}",
+            hint="fewer ranks on a node, --replicas 0 (a lost node's state is lost then), or --snapshot-interval 0 (no copies)",
+        )
 
     def _settle_stopping(self) -> None:
         state = self.state

@@ -70,6 +70,9 @@ class Rules:
     left_behind_timeout: float = 10.0  # a worker is in a step that another one will never begin
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
+    replicas: int = 1  # in other failure domains, of what only one of them holds
+    replica_distance: int = 1
+    snapshot_interval: int = 1  # steps; 0: no copies, AUTO
     worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
 
     @property

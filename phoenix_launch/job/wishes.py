@@ -98,6 +98,9 @@ def ground(state: State) -> Ground | None:
         {place.rank: place.node for place in state.places},
         tuple((seat.node, state.members[seat.node].domain) for seat in state.lineup),
         servers,
+        state.rules.replicas,
+        state.rules.replica_distance,
+        state.rules.snapshot_interval,
     )
 
 

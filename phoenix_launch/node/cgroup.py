@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+import psutil  # type: ignore[import-untyped]
+
 _NO_LIMIT: Final = 1 << 60  # version 1 writes "no limit" as a huge number of whole pages
 
 
@@ -123,6 +125,11 @@ class ControlGroup:
             text = _text(Path(folder) / name)
             if text is not None:
                 yield text
+
+
+def memory_free(groups: ControlGroup) -> float:
+    """Bytes that a process of these groups could still allocate, on this machine."""
+    return min(float(psutil.virtual_memory().available), groups.memory_left())
 
 
 class OomWatch:

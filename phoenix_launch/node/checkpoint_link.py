@@ -151,6 +151,7 @@ class CheckpointLink:
                 address=self._address,
                 port_low=bootstrap.port_low,
                 port_high=bootstrap.port_high,
+                memory=bootstrap.copy_memory,
             )
         )
         return started

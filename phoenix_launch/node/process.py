@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.trees import Claim
-from phoenix_launch.progress import Progress, ProgressPage
+from phoenix_launch.progress import CopyFigures, Progress, ProgressPage
 from phoenix_launch.wire import Generation
 
 ERROR_FILE_BYTES: Final = 64 << 10
@@ -94,6 +94,9 @@ class NodeProcess:
 
     def inside(self) -> int:
         return self._progress().inside
+
+    def copies(self) -> CopyFigures:
+        return CopyFigures() if self.page is None else self.page.read_copies()
 
     def _progress(self) -> Progress:
         return self.last if self.page is None else self.page.read()

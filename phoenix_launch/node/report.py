@@ -21,7 +21,8 @@ def rank_report(member: Member, process: NodeProcess, said: RuntimeReport | None
     rank = member.order.rank if member.order is not None else -1
     runtime = msgspec.structs.replace(said, complete=process.complete()) if said is not None else None
     step, inside = process.step(), process.inside()
-    return RankReport(rank, member.generation, member.pid, member.state, step, ended, runtime, inside)
+    copies = process.copies() if runtime is not None and runtime.holds else None
+    return RankReport(rank, member.generation, member.pid, member.state, step, ended, runtime, inside, copies)
 
 
 def offer(plan: NodePlan | None, kept: SlotsKept | None) -> tuple[Generation, tuple[KeptSlot, ...]]:

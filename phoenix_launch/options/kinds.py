@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from phoenix_launch.options import values
+from phoenix_launch.settings import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,16 @@ def shown_switch(value: bool) -> str:
 
 def shown_seconds(value: float) -> str:
     return f"{value:g}"
+
+
+def shown_size(value: int) -> str:
+    """In the largest unit that says it exactly."""
+    units = [unit for unit, size in values.UNITS.items() if value and value % size == 0]
+    return f"{value // values.UNITS[units[-1]]}{units[-1]}" if units else str(value)
+
+
+def shown_interval(value: int) -> str:
+    return "auto" if value == AUTO else str(value)
 
 
 def shown_optional(value: int | None) -> str:
@@ -82,6 +93,8 @@ FOLDER: Final = Value(values.log_folder, "FOLDER")
 COUNT: Final = Value(values.at_least(0), "N")
 COUNT_FROM_1: Final = Value(values.at_least(1), "N")
 PLACE: Final = Value(values.at_least(0), "N", show=shown_optional)
+SIZE: Final = Value(values.size, "SIZE", show=shown_size)
+INTERVAL: Final = Value(values.interval, "N|auto", choices=("auto",), show=shown_interval)
 SECONDS: Final = Value(values.seconds(exclusive=True), "SECONDS", show=shown_seconds)
 SECONDS_FROM_0: Final = Value(values.seconds(), "SECONDS", show=shown_seconds)
 NODES: Final = Value(values.count_or_hosts(1), "N|HOSTS")

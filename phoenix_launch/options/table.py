@@ -20,6 +20,7 @@ class Group(enum.Enum):
     HOSTS = "Hosts"
     TORCHRUN = "torchrun compatibility"
     FAILURES = "Failures"
+    COPIES = "Copies in memory"
     OUTPUT = "Output"
 
 
@@ -59,7 +60,7 @@ class Option:
         return tuple(variable for variable in (own, self.also_environment) if variable)
 
 
-_W, _H, _T, _F, _P = Group.WHAT, Group.HOSTS, Group.TORCHRUN, Group.FAILURES, Group.OUTPUT
+_W, _H, _T, _F, _C, _P = Group.WHAT, Group.HOSTS, Group.TORCHRUN, Group.FAILURES, Group.COPIES, Group.OUTPUT
 _PET, _OWN, _FLAG = Origin.TORCHRUN, Origin.OURS, Origin.TORCHRUN_FLAG_ONLY
 
 OPTIONS: Final[tuple[Option, ...]] = (
@@ -127,6 +128,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("drill", _F, _OWN, v.DRILL,
            'Harm the job by plan, such as "kill-node --node 1 --after 20" (seconds); may be repeated.',
            attribute="drills"),
+
+    Option("snapshot-interval", _C, _OWN, v.INTERVAL,
+           "Steps between two copies of the training state; auto: more while copies hold up training; 0: none."),
+    Option("replicas", _C, _OWN, v.COUNT,
+           "Copies in other failure domains of what only one of them holds; 0: a lost node's state is lost."),
+    Option("replica-distance", _C, _OWN, v.COUNT_FROM_1, "The first of them is this many failure domains on."),
+    Option("copy-memory", _C, _OWN, v.SIZE, "At most this much memory of each node for copies (0: what is free)."),
 
     Option("log-dir", _P, _PET, v.FOLDER, "Where log files go instead of the job's folder; /dev/null: nowhere."),
     Option("redirects", _P, _PET, v.STREAMS,

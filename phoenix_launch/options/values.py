@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-from phoenix_launch.settings import DEFAULT_RDZV_PORT, parse_endpoint, without_brackets
+from phoenix_launch.settings import AUTO, DEFAULT_RDZV_PORT, parse_endpoint, without_brackets
 
 TRUE: Final = frozenset({"1", "true", "yes", "on"})
 FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -17,6 +17,8 @@ DEVICES: Final = ("auto", "cpu", "gpu", "xpu")
 UNCATCHABLE: Final = frozenset({"SIGKILL", "SIGSTOP"})
 _HOST: Final = re.compile(r"[\w.:%-]+")
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) *([KMGTkmgt]?)(?:i?[Bb])?")
 _VARIABLE: Final = re.compile(r"[^=\0\s]+")
 
 
@@ -75,6 +77,23 @@ def seconds(low: float = 0.0, *, exclusive: bool = False) -> Callable[[str], flo
         return number
 
     return parse
+
+
+def size(value: str) -> int:
+    """Bytes: a number, with a unit such as K, M, G, T (of 1024; KiB, MB and the like mean the same)."""
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError("must be a number of bytes such as 64G, 500M, 0")
+    return int(float(found[1]) * UNITS.get(found[2].upper(), 1))
+
+
+def interval(value: str) -> int:
+    if value.strip() == "auto":
+        return AUTO
+    try:
+        return at_least(0)(value)
+    except ValueError:
+        raise ValueError("must be a whole number from 0, or auto") from None
 
 
 def count_or_hosts(low: int) -> Callable[[str], str]:

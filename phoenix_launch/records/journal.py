@@ -86,6 +86,7 @@ class Swap(Event, frozen=True, kw_only=True):
 
 class Redundancy(Event, frozen=True, kw_only=True):
     state: str
+    why: str = ""  # not full
 
 
 class Checkpoint(Event, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 
-from phoenix_launch.status import JobState, JobStatus, NodeStatus, RankStatus
-from phoenix_launch.wording import rank_ranges
+from phoenix_launch.status import CopyStatus, JobState, JobStatus, NodeStatus, RankStatus
+from phoenix_launch.wording import counted, rank_ranges, size_named
 
 RANKS_SHOWN: Final = 32  # more ranks than this are summed up by node
 NARROWEST: Final = 16  # columns that are left to a command, however long the name of its job is
@@ -107,7 +107,8 @@ def _headline(status: JobStatus) -> str:
     if status.goodput is not None:
         words.append(f"goodput {status.goodput:.1%}")
     if status.redundancy:
-        words.append(f"redundancy {status.redundancy}")
+        why = f" ({status.redundancy_reason})" if status.redundancy_reason else ""
+        words.append(f"redundancy {status.redundancy}{why}")
     if status.restarts:
         words.append(f"restarts {status.restarts}")
     if status.exit_code is not None:
@@ -141,10 +142,20 @@ def _states(ranks: Sequence[RankStatus]) -> str:
 
 def _ranks(ranks: Sequence[RankStatus]) -> str:
     rows = [
-        (str(rank.rank), rank.node, str(rank.pid or ""), rank.state, "" if rank.step is None else str(rank.step))
+        (str(rank.rank), rank.node, str(rank.pid or ""), rank.state, "" if rank.step is None else str(rank.step),
+         *_copies(rank.copies))
         for rank in sorted(ranks, key=lambda rank: rank.rank)
-    ]
-    heading = ("RANK", "NODE", "PID", "STATE", "STEP")
-    if all(rank.step is None for rank in ranks):  # the script does not report it
-        return table(heading[:-1], [row[:-1] for row in rows])
-    return table(heading, rows)
+    ]  # fmt: skip
+    heading = ("RANK", "NODE", "PID", "STATE", "STEP", "STATE BYTES", "COPIED", "SENT", "HOLDERS")
+    shown = 5 if any(rank.step is not None for rank in ranks) else 4  # the script does not report it
+    if any(rank.copies is not None for rank in ranks):
+        shown = len(heading)
+    return table(heading[:shown], [row[:shown] for row in rows])
+
+
+def _copies(copies: CopyStatus | None) -> tuple[str, str, str, str]:
+    if copies is None:
+        return "", "", "", ""
+    sizes = (copies.state_bytes, copies.copied_bytes, copies.sent_bytes)
+    state, copied, sent = (size_named(size) for size in sizes)
+    return state, copied, sent, counted(copies.holders, "node")

@@ -17,12 +17,13 @@ from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.events import Action
 from phoenix_launch.job.last_words import born, files_about, summary
+from phoenix_launch.job.redundancy import Redundancy, redundancy
 from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, Rung, State
 from phoenix_launch.messages import NodeReport, ProcessState, RankReport
 from phoenix_launch.records.folders import JobFolder, settings_document
 from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
-from phoenix_launch.status import JobState, JobStatus, Move, NodeStatus, RankStatus
+from phoenix_launch.status import CopyStatus, JobState, JobStatus, Move, NodeStatus, RankStatus
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.repairs import SCRIPT, Repairs
 from phoenix_launch.wire import Generation
@@ -49,6 +50,7 @@ class Chronicle:
     _unsaved: bool = False  # said once
     _started_anew: bool = False  # a worker whose pid is not in status.json yet
     _saved_at: float = 0.0
+    _told: Redundancy = field(default_factory=Redundancy)  # in the journal
 
     @classmethod
     def open(cls, folder: JobFolder, console: Console, hosts: list[str], settings: RunSettings) -> Chronicle:
@@ -119,8 +121,16 @@ class Chronicle:
 
     def keep(self, state: State, now: float) -> None:
         """Save the status now and then: it is all that is known of the job once the supervisor is killed."""
+        self._redundancy(state)
         if state.phase is not Phase.FINISHED and (self._started_anew or now - self._saved_at >= KEPT_SECONDS):
             self._save(self.status(state))
+
+    def _redundancy(self, state: State) -> None:
+        """Its changes are worth a line in the journal; that it is lost for a while in a swap is said there."""
+        found = redundancy(state)
+        if found != self._told and found.word:
+            self._told = found
+            self.journal.write("redundancy", state.generation, state=found.word, why=found.why)
 
     def drill(self, kind: str, target: str, state: State) -> None:
         self.console.say(f"phoenix-run: drill: {kind} {target}")
@@ -200,12 +210,15 @@ class Chronicle:
         outcome = state.outcome if state.phase is Phase.FINISHED else None
         ranks = tuple(self._rank(place.rank, place.node, state) for place in state.places)
         steps = [rank.step for rank in ranks if rank.step is not None]
+        copies = Redundancy() if outcome else redundancy(state)
         return JobStatus(
             job=self.folder.job,
             state=_job_state(state),
             term=state.generation.term,
             generation=state.generation.n,
             step=min(steps) if steps else None,
+            redundancy=copies.word or None,
+            redundancy_reason=copies.why,
             exit_code=outcome.exit_code if outcome else None,
             nodes=_parted(self._nodes(state)) if outcome else self._nodes(state),
             ranks=ranks,
@@ -244,6 +257,7 @@ class Chronicle:
             pid=found.pid if found and found.exit is None else None,
             state=(found.state if found else ProcessState.STARTING).value,
             step=found.step if found and found.step >= 0 else None,
+            copies=_copies(found),
         )
 
     def _save(self, status: JobStatus) -> None:
@@ -254,6 +268,13 @@ class Chronicle:
             if not self._unsaved:
                 self.console.say(f"phoenix-run: {error.message}")
             self._unsaved = True
+
+
+def _copies(report: RankReport | None) -> CopyStatus | None:
+    figures = report.copies if report is not None else None
+    if figures is None or not figures.state:
+        return None
+    return CopyStatus(figures.state, figures.copied, figures.sent, figures.holders)
 
 
 def _parted(nodes: tuple[NodeStatus, ...]) -> tuple[NodeStatus, ...]:

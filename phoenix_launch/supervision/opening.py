@@ -141,5 +141,6 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         port_low=settings.port_range[0],
         port_high=settings.port_range[1],
         simulated=not spec.host and job.joining is None,
+        copy_memory=settings.copy_memory,
         slots_key=job.slots_key,
     )

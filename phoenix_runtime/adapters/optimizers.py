@@ -19,6 +19,7 @@ from phoenix_runtime.adapters.values import ATOMS, copied
 from phoenix_runtime.errors import ScriptError
 
 _PARAMETERS: Final = "params"
+_MOMENTA: Final = {"Adadelta": 2, "Adam": 2, "AdamW": 2, "Adamax": 2, "Muon": 1, "NAdam": 2, "RAdam": 2, "Rprop": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,15 @@ class OptimizerPart:
             if isinstance(owner, int) and not is_value(owner, key, item):
                 yield owner, key, item
 
+    def to_come(self) -> Iterator[tuple[Tensor, int]]:
+        """Parameters without state for which the first step is going to keep some, and how many tensors of their size."""
+        known = self.stepping.state
+        for group in self.stepping.param_groups:
+            copies = momenta(self.stepping, group)
+            for parameter in group[_PARAMETERS]:
+                if copies and parameter.requires_grad and not known.get(parameter):
+                    yield parameter, copies
+
     def _entries(self) -> Iterator[tuple[int | str, Any, Any]]:
         places: dict[int, int] = {}
         for index, parameter in enumerate(self.parameters()):
@@ -137,6 +147,18 @@ class OptimizerPart:
                 state[owner] = copied(item)
             else:
                 state[parameters[owner]][key] = copied(item)
+
+
+def momenta(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many tensors of a parameter's size one of torch's optimizers keeps for it; 0 for what is not known."""
+    kind = type(optimizer).__name__
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return 0
+    if kind == "SGD":
+        return int(bool(group.get("momentum")))
+    if kind == "RMSprop":
+        return 1 + bool(group.get("centered")) + bool(group.get("momentum"))
+    return _MOMENTA.get(kind, 0) + bool(group.get("amsgrad"))
 
 
 def is_value(owner: int | str, key: Any, item: Any) -> bool:

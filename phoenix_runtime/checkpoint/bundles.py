@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -35,17 +35,20 @@ from phoenix_runtime.state import TrainState
 LIKE_PARAMETER: Final = "like its parameter"  # of optimizer state: a DTensor, placed as the parameter is
 ON_CPU: Final = "on the cpu"  # of optimizer state: there, whatever device the parameter is on
 _LONGEST_KEY: Final = 60
+_SMALL_BYTES: Final = 64  # of a count of steps and the like, with what aligns it
 
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
     """Tensors of this rank that the same ranks hold, whole DTensors too. As long as nothing has changed in it the same
-    object is given again. `words`: what a restore has to know of each beyond its type and shape."""
+    object is given again. `words`: what a restore has to know of each beyond its type and shape; `to_come`: bytes that an
+    optimizer is going to add in its first step, as far as is known."""
 
     key: str
     holders: tuple[int, ...]
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    to_come: int = 0
 
     @property
     def described(self) -> commit.Bundle:
@@ -107,8 +110,9 @@ def bundled(state: TrainState, rank: int, world: int) -> list[Bundle]:
         bundle = found.setdefault(holders, Bundle(_key(holders), holders))
         bundle.tensors.append((name, tensor))
         bundle.words.append(word)
-    for holders in structure.to_come():
-        found.setdefault(holders, Bundle(_key(holders), holders))
+    for holders, size in structure.to_come():
+        bundle = found.get(holders) or Bundle(_key(holders), holders)
+        found[holders] = replace(bundle, to_come=bundle.to_come + size)
     _found[state] = _Found(rank, world, _last_mark, seen, list(found.values()))
     return _found[state].bundles
 
@@ -165,14 +169,16 @@ class _Structure:
                 name = state_name(optimizer, names.get(id(parameter), str(index)), key)
                 yield name, tensor, _word(tensor, parameter), self._state_holders(part, tensor, parameter)
 
-    def to_come(self) -> Iterator[tuple[int, ...]]:
-        """Holders of what optimizers make in their first step: that bundle is there from the beginning, empty, so that a
-        rank holds the same bundles at all versions."""
+    def to_come(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Holders of what optimizers make in their first step, and its bytes: that bundle is there from the beginning, empty,
+        so that a rank holds the same bundles at all versions."""
         for _, part in self._state.optimizer_parts():
             if part.value in _marked:
-                yield self._everybody
+                yield self._everybody, 0
             elif part.stepping is not part.value:
-                yield (self._rank,)
+                yield (self._rank,), 0
+            for parameter, copies in part.to_come():
+                yield self._state_holders(part, parameter, parameter), copies * (local(parameter).nbytes + _SMALL_BYTES)
 
     def _look_into(self, root: nn.Module) -> None:
         for module in root.modules():

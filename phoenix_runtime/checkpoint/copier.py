@@ -14,69 +14,27 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from phoenix_launch.checkpoint.client import SlotsLink
-from phoenix_launch.checkpoint.layout import Layout
-from phoenix_launch.checkpoint.pairs import SlotRefusedError
-from phoenix_launch.checkpoint.slots import slot_size
 from phoenix_launch.copies import Stamp
 from phoenix_launch.job import commit
-from phoenix_launch.messages import Ground
+from phoenix_launch.messages import NoRoom
 from phoenix_launch.timeouts import timeout
-from phoenix_launch.wire import Generation
 from phoenix_runtime import link
-from phoenix_runtime.checkpoint.bundles import Bundle, private_bundle
-from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of
-from phoenix_runtime.checkpoint.memory import SlotTargets, entry, local, marks
-from phoenix_runtime.checkpoint.private import Private, encoded
+from phoenix_runtime.checkpoint.bundles import Bundle
+from phoenix_runtime.checkpoint.cadence import Cadence
+from phoenix_runtime.checkpoint.filling import CopyFailedError, Filler, Footing, Left, Order
+from phoenix_runtime.checkpoint.memory import marks
+from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.gate import Gate, StepAborted
 from phoenix_runtime.fault_points import FAULT_POINTS
 
 _LOOK_UP: Final = 0.05  # seconds; the gate may be closed by who does not know of us
-_PAUSE: Final = 0.1  # seconds before a server is asked again
 _LEAVE: Final = timeout("abort")
-
-
-@dataclass(frozen=True, slots=True)
-class Footing:
-    """What a generation's copies stand on. `resume`: the version at which it began, 0 at the script's start."""
-
-    generation: Generation
-    ground: Ground
-    resume: int
-    slots: str  # path of the node's checkpoint server
-
-
-class CopyFailedError(RuntimeError):
-    """A version could not be copied, so the step after it must not change anything."""
-
-
-class _Left(BaseException):
-    """The version under way is void: nobody waits for it any more."""
-
-
-@dataclass(eq=False)
-class _Order:
-    """One version to copy. `left`: it is void; `over`: the thread has done with it; `whole`: the optimizer may step."""
-
-    footing: Footing
-    stamp: Stamp
-    bundles: Sequence[Bundle]
-    private: Private | None
-    ready: list[torch.Event]
-    left: threading.Event = field(default_factory=threading.Event)
-    over: bool = False
-    whole: bool = False
-
-    def check(self) -> None:
-        if self.left.is_set():
-            raise _Left
 
 
 class Copier:
@@ -86,22 +44,29 @@ class Copier:
     """
 
     def __init__(
-        self, job: str, rank: int, gate: Gate, group: dist.ProcessGroup | None, seconds: float = timeout("slot_request")
+        self,
+        job: str,
+        rank: int,
+        gate: Gate,
+        group: dist.ProcessGroup | None,
+        seconds: float = timeout("slot_request"),
+        no_room: Callable[[NoRoom], None] = lambda _: None,
+        degraded: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`seconds`: for how long a server that does not keep a copy is asked again."""
+        """`seconds`: for how long a server that does not keep a copy is asked again. Called by the thread: `no_room`, when a
+        node's memory is too small, which ends the copying; `degraded`, when a node takes no replicas, empty: it does again."""
         self.complete = commit.NO_VERSION  # the newest version that is known to be complete, in this generation
         self.stalled = 0.0  # seconds that the main thread waited, all together
         self.error: BaseException | None = None  # why a version could not be copied; the gate was closed with it
-        self._job, self._rank, self._gate, self._group, self._seconds = job, rank, gate, group, seconds
+        self._gate, self._group = gate, group
+        self._filler = Filler(job, rank, seconds, no_room, degraded)
         self._changed = threading.Condition()
         self._footing: Footing | None = None
-        self._order: _Order | None = None  # the last one
+        self._order: Order | None = None  # the last one
         self._stopped = self._ended = False
-        # The thread's own; others only interrupt the link.
-        self._link: SlotsLink | None = None
+        # The thread's own.
         self._sealed = commit.NO_VERSION
-        self._plan: tuple[Footing | None, tuple[str, ...], tuple[OwnCopy, ...]] = (None, (), ())
-        self._targets = SlotTargets()
+        self._cadence, self._copied_at = Cadence(1), 0.0
         self._thread = threading.Thread(target=self._run, name="phoenix-copier", daemon=True)
         self._thread.start()
         _copiers.add(self)
@@ -115,7 +80,7 @@ class Copier:
         with self._changed:
             if not self._changed.wait_for(lambda: self._order is None or self._order.over, _LEAVE):
                 raise TimeoutError(f"the thread that copies did not leave its copy within {_LEAVE:g} s")
-            self._drop_link()
+            self._filler.drop()
 
     def resume(self, footing: Footing) -> None:
         """Before the first step, and in a swap before the communicators are adopted (what the thread still does for the
@@ -124,6 +89,9 @@ class Copier:
         with self._changed:
             self._order, self._footing, self.error, self._stopped = None, footing, None, False
             self._sealed = self.complete = commit.NO_VERSION
+            self._copied_at = 0.0
+            if self._cadence.asked != footing.ground.interval:
+                self._cadence = Cadence(footing.ground.interval)
 
     def begin(self, stamp: Stamp, bundles: Sequence[Bundle], private: Private) -> None:
         """At a step's entry. Of `bundles` nothing may change until `wait` has returned. Said again it is the same copy.
@@ -139,7 +107,7 @@ class Copier:
             while before is not None and not before.over:
                 self._changed.wait(_LOOK_UP)
             self.stalled += time.monotonic() - began
-            self._order = order = _Order(self._footing, stamp, bundles, private, marks())
+            self._order = order = Order(self._footing, stamp, bundles, private, marks())
             if self._stopped:
                 order.left.set()
             self._changed.notify_all()
@@ -153,6 +121,7 @@ class Copier:
         with self._changed:
             order, void_since = self._order, 0.0
             assert order is not None, "begin() comes first"
+            order.waited_from = began
             while not order.whole:
                 self._changed.wait(_LOOK_UP)
                 check()
@@ -168,7 +137,7 @@ class Copier:
             self._ended = True
         self.stop()
         self._thread.join(_LEAVE)
-        self._drop_link()
+        self._filler.drop()
 
     # --- any thread --------------------------------------------------------------------------------------------------
 
@@ -178,8 +147,7 @@ class Copier:
             self._stopped = True
             if self._order is not None:
                 self._order.left.set()
-            if self._link is not None:
-                self._link.interrupt()
+            self._filler.interrupt()
             self._changed.notify_all()
 
     # --- the copying thread ------------------------------------------------------------------------------------------
@@ -190,7 +158,7 @@ class Copier:
             try:
                 self._carry_out(order)
                 order.whole = True
-            except (_Left, StepAborted):
+            except (Left, StepAborted):
                 pass
             except BaseException as error:
                 if not order.left.is_set():
@@ -200,23 +168,33 @@ class Copier:
                 order.over, order.bundles, order.private = True, (), None
                 self._changed.notify_all()
 
-    def _next(self) -> _Order | None:
+    def _next(self) -> Order | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or (self._order is not None and not self._order.over))
             return None if self._ended else self._order
 
-    def _carry_out(self, order: _Order) -> None:
+    def _carry_out(self, order: Order) -> None:
         FAULT_POINTS.reached("voting")
         decided = self._round(order)
         FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
         if decided.copy:
-            self._copy(order)
+            began = time.monotonic()
+            self._filler.fill(order, self.complete)
             self._sealed = order.stamp.version
+            self._took(order, began)
         if decided.first:  # nothing older to fall back on: it has to be complete everywhere
             self._know_complete(self._round(order).complete)
             if self.complete < order.stamp.version:
                 raise CopyFailedError(f"version {order.stamp.version} is not complete on all nodes")
+
+    def _took(self, order: Order, began: float) -> None:
+        """The copy that began then is there: what of it the main thread has waited for, and how long after the last."""
+        now = time.monotonic()
+        waited = now - max(began, order.waited_from) if order.waited_from else 0.0
+        if self._copied_at:
+            self._cadence.copied(waited, now - self._copied_at)
+        self._copied_at = now
 
     def _know_complete(self, version: int) -> None:
         if version != self.complete:
@@ -225,107 +203,28 @@ class Copier:
             if page is not None:
                 page.write_complete(version)
 
-    def _round(self, order: _Order) -> commit.Round:
+    def _round(self, order: Order) -> commit.Round:
         """What all ranks agree upon. Void when the gate closes meanwhile: then nobody knows what was said."""
         version, sealed = order.stamp.version, self._sealed
         order.check()
-        votes = [commit.Vote(version, sealed)]
+        ready = self._cadence.ready(version)
+        votes = [commit.Vote(version, sealed, ready)]
         if self._group is not None:
             epoch = self._gate.epoch
-            lowest = torch.tensor([version, -version, sealed])
+            lowest = torch.tensor([version, -version, sealed, int(ready)])
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]  # as torch itself sets it
             self._group.allreduce([lowest], options).wait()
             if self._gate.closed or self._gate.epoch != epoch:
-                raise _Left
-            first, last, sealed = lowest.tolist()
-            votes = [commit.Vote(first, sealed), commit.Vote(-last, sealed)]
+                raise Left
+            first, last, sealed, agree = lowest.tolist()
+            votes = [commit.Vote(first, sealed, bool(agree)), commit.Vote(-last, sealed, bool(agree))]
         order.check()
         return commit.agreed(votes, order.footing.resume)
 
-    def _copy(self, order: _Order) -> None:
-        """Until all copies that this rank fills are sealed. A server that was restarted has lost them: then once more."""
-        until = time.monotonic() + self._seconds
-        while True:
-            try:
-                self._fill(order, self._connected(order))
-                return
-            except (OSError, SlotRefusedError) as error:
-                order.check()
-                if isinstance(error, OSError):
-                    self._drop_link()
-                if time.monotonic() > until:
-                    raise CopyFailedError(f"version {order.stamp.version} could not be copied: {error}") from error
-            order.left.wait(_PAUSE)
-
-    def _fill(self, order: _Order, slots: SlotsLink) -> None:
-        slots.complete = self.complete
-        stamp, own = order.stamp, self._own_copies(order)
-        parts = {part.key: part for part in self._parts(order)}
-        for copy in own:
-            part = parts[copy.bundle]
-            writer = slots.fill(part.key, stamp, slot_size(part.layout, len(part.extras)))
-            if writer is not None:
-                data = writer.begin(self._job, part.key, stamp, part.layout, part.extras)
-                self._targets.store(writer, data, part.layout, part.tensors, order.check, order.ready)
-                order.check()
-                FAULT_POINTS.reached("copying")
-                writer.seal()
-            slots.sealed(part.key, stamp, copy.replicas)
-        FAULT_POINTS.reached("sealed")
-        node = order.footing.ground.places[self._rank]
-        for copy in own:
-            for where, error in slots.copied(copy.bundle, stamp, (node, *copy.replicas)).items():
-                raise SlotRefusedError(f"the copy of bundle {copy.bundle!r} on node {where}: {error}")
-        FAULT_POINTS.reached("replicated")
-
-    def _parts(self, order: _Order) -> Iterator[_Part]:
-        for bundle in order.bundles:
-            yield _Part(bundle.key, *bundle.now())
-        assert order.private is not None
-        tensors, extras = encoded(order.private)
-        layout = Layout.of(entry(name, tensor) for name, tensor in tensors)
-        yield _Part(private_bundle(self._rank).key, layout, [local(tensor) for _, tensor in tensors], extras)
-
-    def _own_copies(self, order: _Order) -> tuple[OwnCopy, ...]:
-        keys = tuple([bundle.key for bundle in order.bundles])
-        footing, known, copies = self._plan
-        if footing is not order.footing or known != keys:
-            holds = [*(bundle.described for bundle in order.bundles), private_bundle(self._rank)]
-            copies = copies_of(self._rank, holds, order.footing.ground)
-            self._plan = (order.footing, keys, copies)
-        return copies
-
-    def _connected(self, order: _Order) -> SlotsLink:
-        if self._link is None:
-            node = order.footing.ground.places[self._rank]
-            made = SlotsLink(order.footing.slots, self._job, node)
-            made.generation = order.footing.generation
-            with self._changed:
-                self._link = made
-        order.check()
-        return self._link
-
-    def _drop_link(self) -> None:
-        with self._changed:
-            slots, self._link = self._link, None
-        if slots is not None:
-            slots.close()
-
     def forked(self) -> None:
-        """In a child that the script forked: it must not keep the connection open when this process is gone."""
-        if self._link is not None:
-            self._link.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A bundle as it goes into a slot."""
-
-    key: str
-    layout: Layout
-    tensors: Sequence[torch.Tensor]
-    extras: bytes = b""
+        """In a child that the script forked."""
+        self._filler.forked()
 
 
 _copiers: Final[weakref.WeakSet[Copier]] = weakref.WeakSet()

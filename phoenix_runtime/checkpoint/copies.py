@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from phoenix_launch.job import commit
@@ -17,13 +17,33 @@ class OwnCopy:
     replicas: tuple[int, ...] = ()
 
 
-def copies_of(rank: int, holds: Iterable[commit.Bundle], ground: Ground) -> tuple[OwnCopy, ...]:
-    """Of the bundles that the rank holds, those that it fills. All ranks together fill what `commit.copy_plan` says."""
-    places, domains = ground.places, dict(ground.domains)
-    node = places[rank]
+def copies_of(
+    rank: int, holds: Iterable[commit.Bundle], ground: Ground, avoided: Collection[int] = ()
+) -> tuple[OwnCopy, ...]:
+    """Of the bundles that the rank holds, those that it fills. All ranks together fill what `commit.copy_plan` says.
+
+    `avoided`: nodes that cannot be reached from here now; other partners are taken.
+    """
+    node = ground.places[rank]
     found = []
     for bundle in holds:
-        if commit.writer(bundle, node, places) == rank:
-            plan = commit.copy_plan((bundle,), places, domains)
+        if commit.writer(bundle, node, ground.places) == rank:
+            plan = _plan(bundle, ground, avoided)
             found.append(OwnCopy(bundle.key, tuple(copy.node for copy in plan.filled_by(node) if copy.node != node)))
     return tuple(found)
+
+
+def nodes_of(bundle: commit.Bundle, ground: Ground, avoided: Collection[int] = ()) -> tuple[int, ...]:
+    """All nodes that keep copies of a bundle."""
+    return tuple(copy.node for copy in _plan(bundle, ground, avoided).copies)
+
+
+def _plan(bundle: commit.Bundle, ground: Ground, avoided: Collection[int]) -> commit.CopyPlan:
+    return commit.copy_plan(
+        (bundle,),
+        ground.places,
+        dict(ground.domains),
+        replicas=ground.replicas,
+        distance=ground.distance,
+        avoided=avoided,
+    )

@@ -29,7 +29,7 @@ G1, G2 = Generation(1, 1), Generation(1, 2)
 class CheckpointNode:
     """One node's server; this process is its agent and its worker."""
 
-    def __init__(self, index: int, *, key: str = KEY, job: str = JOB) -> None:
+    def __init__(self, index: int, *, key: str = KEY, job: str = JOB, memory: int = 0) -> None:
         self.index = index
         self.job = job
         self.folder = Path(tempfile.mkdtemp(prefix="slots-"))
@@ -43,7 +43,8 @@ class CheckpointNode:
             stderr=subprocess.PIPE,
         )
         theirs.close()
-        channel.send(self.agent, CheckpointSettings(job, index, os.getpid(), key, self.path, "127.0.0.1"))
+        settings = CheckpointSettings(job, index, os.getpid(), key, self.path, "127.0.0.1", memory=memory)
+        channel.send(self.agent, settings)
         received = channel.receive(self.agent)
         assert received is not None and isinstance(received[0], CheckpointUp) and not received[0].error
         self.port = received[0].port
@@ -141,7 +142,7 @@ def copy(
     stamp, writer = begin(link, version, bundle=bundle, size=size)
     writer.seal()
     link.sealed(bundle, stamp, replicas)
-    return link.copied(bundle, stamp, (link._node, *replicas))
+    return {node: error.message for node, error in link.copied(bundle, stamp, (link._node, *replicas)).items()}
 
 
 def read(link: SlotsLink, version: int, *, bundle: str = "b", node: int = -1, computed: Generation = G1) -> int:

@@ -9,12 +9,12 @@ from checkpoint_nodes import G1, CheckpointNode
 
 
 @pytest.fixture
-def start_node() -> Iterator[Callable[[int], CheckpointNode]]:
-    """`start_node(index)` starts a server that knows nothing yet."""
+def start_node() -> Iterator[Callable[..., CheckpointNode]]:
+    """`start_node(index)` starts a server that knows nothing yet; `memory`: for all its copies."""
     started: list[CheckpointNode] = []
 
-    def start(index: int) -> CheckpointNode:
-        started.append(CheckpointNode(index))
+    def start(index: int, memory: int = 0) -> CheckpointNode:
+        started.append(CheckpointNode(index, memory=memory))
         return started[-1]
 
     yield start

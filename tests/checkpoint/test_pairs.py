@@ -11,7 +11,7 @@ import pytest
 
 from phoenix_launch.checkpoint import pairs as pairs_module
 from phoenix_launch.checkpoint.layout import Entry, Layout
-from phoenix_launch.checkpoint.pairs import Grant, SlotPairs, SlotRefusedError, Standing, Wish
+from phoenix_launch.checkpoint.pairs import Grant, NoRoomError, SlotPairs, SlotRefusedError, Standing, Wish
 from phoenix_launch.checkpoint.slots import SlotMemory, SlotWriter, slot_size
 from phoenix_launch.copies import Stamp
 from phoenix_launch.job.commit import Lineage
@@ -185,3 +185,47 @@ def test_every_change_of_what_is_kept_is_told() -> None:
     sealed(watched, wish(1))
     begun(watched, wish(2, complete=1))
     assert [entry for i, entry in enumerate(told) if i == 0 or entry != told[i - 1]] == [[], [0], [0, 1], [1]]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_for_which_there_is_no_room_is_refused_before_anything_is_overwritten() -> None:
+    free = [1e12]
+    pairs = SlotPairs("job", free=lambda: free[0])
+    pairs.follow(Standing(G1))
+    sealed(pairs, wish(0))
+    sealed(pairs, wish(1))
+    free[0] = 0
+    with pytest.raises(NoRoomError, match="copies in memory need"):
+        pairs.begin(replace(wish(2, complete=1), size=1 << 30), 0.0)
+    assert versions(pairs) == [0, 1]
+    sealed(pairs, wish(2, complete=1))
+    assert versions(pairs) == [2, 1], "what needs no more memory goes on"
+
+
+def test_what_later_versions_will_need_counts_already_at_the_first() -> None:
+    pairs = SlotPairs("job", free=lambda: 1e12, limit=1 << 20)
+    pairs.follow(Standing(G1))
+    with pytest.raises(NoRoomError, match="--copy-memory allows 1 MiB"):
+        pairs.begin(replace(wish(0), expected=1 << 20), 0.0)
+    sealed(pairs, wish(0))
+
+
+def test_pairs_of_other_bundles_count_too() -> None:
+    pairs = SlotPairs("job", free=lambda: 1e12, limit=4 * SlotMemory(1).size)
+    pairs.follow(Standing(G1))
+    for bundle in ("a", "b"):
+        begun(pairs, replace(wish(0), bundle=bundle))
+    with pytest.raises(NoRoomError):
+        pairs.begin(replace(wish(0), bundle="c"), 0.0)
+
+
+def test_copies_that_a_generation_no_longer_makes_here_go_when_a_later_version_is_complete(pairs: SlotPairs) -> None:
+    for bundle in ("b", "gone"):
+        sealed(pairs, replace(wish(3), bundle=bundle))
+    pairs.follow(Standing(G2, 3, Lineage((Stamp(G2, 3),))))
+    sealed(pairs, wish(4, generation=G2, complete=3))
+    assert [(kept.bundle, kept.slot.stamp.version) for kept in pairs.kept()[1]] == [("b", 3), ("b", 4), ("gone", 3)]
+    sealed(pairs, wish(5, generation=G2, complete=4))
+    assert [(kept.bundle, kept.slot.stamp.version) for kept in pairs.kept()[1]] == [("b", 5), ("b", 4)]

@@ -52,7 +52,7 @@ def test_a_replica_is_not_written_over_a_version_that_is_still_needed(nodes: lis
     assert copy(link, 2) == {}
     link.complete = -1
     link.sealed("b", Stamp(G1, 2), (1,))
-    assert "still needed" in link.copied("b", Stamp(G1, 2), [1])[1]
+    assert "still needed" in link.copied("b", Stamp(G1, 2), [1])[1].message
     nodes[1].until_kept(("b", 0), ("b", 1))
 
 

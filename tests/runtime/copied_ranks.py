@@ -38,7 +38,8 @@ from phoenix_launch.messages import Ground
 from phoenix_launch.wire import Generation
 from phoenix_runtime import TrainState, communicators, run_step
 from phoenix_runtime.checkpoint import bundles
-from phoenix_runtime.checkpoint.copier import Copier, Footing
+from phoenix_runtime.checkpoint.copier import Copier
+from phoenix_runtime.checkpoint.filling import Footing
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.checkpoint.restore import restore
 from phoenix_runtime.communicators import BACKEND

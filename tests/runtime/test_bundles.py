@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -202,3 +202,32 @@ def test_a_key_says_who_the_holders_are(holders: tuple[int, ...], key: str) -> N
 def test_keys_of_many_holders_are_short_and_differ() -> None:
     found = {bundles._key(tuple(range(first, 4096, 8))) for first in range(8)}
     assert len(found) == 8 and max(map(len, found)) < 60
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1.0), 0),
+        (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1),
+        (torch.optim.AdamW, 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+        (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9), 3),
+        (torch.optim.Adagrad, 0),
+        (torch.optim.Adadelta, 2),
+        (torch.optim.NAdam, 2),
+    ],
+)
+def test_what_an_optimizer_is_going_to_keep_is_known_before_its_first_step(
+    make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer], copies: int
+) -> None:
+    """And is what it does keep then."""
+    model = nn.Linear(100, 100)
+    optimizer = make(model.parameters())
+    state = TrainState(model=model, optimizer=optimizer)
+    (before,) = bundled(state, RANK, WORLD)
+    size = before.layout.size
+    stepped(model, optimizer)
+    (after,) = bundled(state, RANK, WORLD)
+    assert after.to_come == 0
+    assert abs(after.layout.size - size - before.to_come) <= 64 * 2 * (copies + 1)
+    assert (before.to_come > 0) == (copies > 0)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from phoenix_launch.copies import Stamp
 from phoenix_launch.job.commit import Lineage
-from phoenix_launch.messages import Ground
+from phoenix_launch.messages import Ground, NoRoom
 from phoenix_launch.progress import ProgressPage
 from phoenix_launch.wire import Generation
 from phoenix_runtime import StepAborted, TrainState, link
+from phoenix_runtime.checkpoint import filling
 from phoenix_runtime.checkpoint.bundles import bundled
-from phoenix_runtime.checkpoint.copier import Copier, CopyFailedError, Footing
+from phoenix_runtime.checkpoint.copier import Copier
+from phoenix_runtime.checkpoint.filling import CopyFailedError, Footing
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.gate import Gate
 
@@ -33,9 +35,13 @@ BUNDLES = ("private 0", "rank 0")
 class Rank:
     """Rank 0 on node 0; a rank 1 on node 1 is only spoken of, so that copies have somewhere to go."""
 
-    def __init__(self, nodes: list[CheckpointNode], group: Any = None, seconds: float = 20.0) -> None:
-        self.nodes, self.gate = nodes, Gate()
-        self.copier = Copier(JOB, 0, self.gate, group, seconds)
+    def __init__(
+        self, nodes: list[CheckpointNode], group: Any = None, seconds: float = 20.0, interval: int = 1
+    ) -> None:
+        self.nodes, self.gate, self.interval = nodes, Gate(), interval
+        self.no_room: list[NoRoom] = []
+        self.degraded: list[str] = []
+        self.copier = Copier(JOB, 0, self.gate, group, seconds, self.no_room.append, self.degraded.append)
         self.model = nn.Linear(300, 300)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state = TrainState(model=self.model, optimizer=self.optimizer)
@@ -47,6 +53,7 @@ class Rank:
             places={node.index: node.index for node in self.nodes},
             domains=tuple((node.index, f"node{node.index}") for node in self.nodes),
             servers=tuple(node.peer for node in self.nodes),
+            interval=self.interval,
         )
         return Footing(generation, ground, resume, self.nodes[0].path)
 
@@ -244,6 +251,106 @@ def test_a_server_that_stays_away_aborts_the_step(nodes: list[CheckpointNode], r
     assert rank.state.step == 1
 
 
+def test_a_partner_that_takes_no_replicas_is_passed_over_and_asked_again_later(
+    start_node: Callable[[int], CheckpointNode], rank_with: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_PARTNER", 0.2)
+    nodes = [start_node(index) for index in range(3)]
+    for node in nodes:
+        node.follow(G1, nodes)
+    rank = rank_with(nodes)
+    rank.step()
+    nodes[1].until_kept(*kept(0))
+    nodes[1].kill()
+    rank.step()
+    nodes[2].until_kept(*kept(1))
+    assert len(rank.degraded) == 1 and "node 1 takes no replicas" in rank.degraded[0]
+    began = time.monotonic()
+    rank.step()
+    assert time.monotonic() - began < 0.2, "it is not asked each time"
+    nodes[2].until_kept(*kept(1, 2))
+    rank.copier._filler._avoided[1] = (0.0, filling._PARTNER_PAUSE)  # the time is over
+    rank.step()
+    assert len(rank.degraded) == 3 and rank.degraded[1] == "", "it is asked again, and refuses again"
+    assert rank.copier._filler._avoided[1][1] == 2 * filling._PARTNER_PAUSE
+
+
+def test_without_any_other_partner_training_goes_on_with_the_copies_of_its_own_node(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_PARTNER", 0.2)
+    rank.step()
+    rank.nodes[1].kill()
+    rank.step()
+    rank.step()
+    rank.nodes[0].until_kept(*kept(1, 2))
+    assert rank.degraded and not rank.gate.closed
+
+
+def test_a_node_without_room_is_named_with_its_arithmetic_and_not_asked_again(
+    start_node: Callable[..., CheckpointNode], rank_with: Callable[..., Rank]
+) -> None:
+    """The parameters alone would fit twice, but what Adam is going to keep beside them is known before its first step."""
+    small = start_node(0, memory=2 << 20)
+    small.follow(G1, [small])
+    rank = rank_with([small])
+    began = time.monotonic()
+    rank.optimizer = torch.optim.Adam(rank.model.parameters())
+    rank.state = TrainState(model=rank.model, optimizer=rank.optimizer)
+    with pytest.raises(StepAborted):
+        rank.step()
+    assert time.monotonic() - began < 10.0, "no use to ask for as long as a server may need to come up again"
+    assert rank.state.step == 0
+    (found,) = rank.no_room
+    assert found.node == 0 and "copies in memory need" in found.why and "--copy-memory allows 2 MiB" in found.why
+
+
+def test_a_partner_without_room_is_named_too(
+    start_node: Callable[..., CheckpointNode], rank_with: Callable[..., Rank]
+) -> None:
+    nodes = [start_node(0), start_node(1, memory=1 << 10)]
+    for node in nodes:
+        node.follow(G1, nodes)
+    rank = rank_with(nodes)
+    with pytest.raises(StepAborted):
+        rank.step()
+    (found,) = rank.no_room
+    assert found.node == 1 and "for replicas of other nodes" in found.why and not rank.degraded
+
+
+def test_what_the_copies_come_to_stands_on_the_progress_page(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor, page = ProgressPage.create()
+    os.close(descriptor)
+    monkeypatch.setattr(link, "progress_page", lambda: page)
+    for _ in range(3):
+        rank.step()
+    figures = page.read_copies()
+    weights = 4 * (300 * 300 + 300)
+    assert 2 * weights < figures.state < 2 * weights + 40_000, "parameters, momenta, and what is private"
+    assert figures.copied == figures.sent and figures.holders == 2
+    assert 5 * weights < figures.copied < 5 * weights + 120_000, "the first version had no momenta yet"
+    page.close()
+
+
+def test_with_an_interval_only_every_nth_version_is_copied(
+    nodes: list[CheckpointNode], rank_with: Callable[..., Rank]
+) -> None:
+    rank = rank_with(nodes, interval=3)
+    for _ in range(5):
+        rank.step()
+    for node in nodes:
+        node.until_kept(*kept(0, 3))
+
+
+def test_a_version_for_which_not_all_are_ready_is_left_out_by_all(
+    nodes: list[CheckpointNode], rank_with: Callable[..., Rank]
+) -> None:
+    rank = rank_with(nodes, Others([-1, 0, 0, 0, 2], ready=lambda version: version % 2 == 0))
+    for _ in range(4):
+        rank.step()
+    nodes[0].until_kept(*kept(0, 2))
+
+
 def test_a_state_that_cannot_be_copied_aborts_the_step_with_the_reason(rank: Rank) -> None:
     rank.optimizer.param_groups[0]["function"] = lambda: 0
     with pytest.raises(StepAborted):
@@ -270,7 +377,8 @@ def test_a_child_that_the_script_forks_does_not_hold_the_connection(rank: Rank) 
     rank.step()
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if rank.copier._link is not None and rank.copier._link._sock.fileno() == -1 else 1)
+        link = rank.copier._filler._link
+        os._exit(0 if link is not None and link._sock.fileno() == -1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     rank.step()
 
@@ -279,10 +387,10 @@ def test_a_child_that_the_script_forks_does_not_hold_the_connection(rank: Rank) 
 
 
 class Others:
-    """A group in which the other ranks bring these votes, round by round; `come`: when they do."""
+    """A group in which the other ranks bring these votes, round by round; `come`: when they do; `ready`: in which versions."""
 
-    def __init__(self, sealed: list[int], ahead: int = 0) -> None:
-        self.sealed, self.ahead = sealed, ahead
+    def __init__(self, sealed: list[int], ahead: int = 0, ready: Callable[[int], bool] = lambda _: True) -> None:
+        self.sealed, self.ahead, self.ready = sealed, ahead, ready
         self.come = threading.Event()
         self.come.set()
         self.entered = threading.Event()
@@ -290,7 +398,7 @@ class Others:
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> Any:
         assert options.reduceOp == dist.ReduceOp.MIN
         version = int(tensors[0][0]) + self.ahead
-        theirs = torch.tensor([version, -version, self.sealed.pop(0)])
+        theirs = torch.tensor([version, -version, self.sealed.pop(0), int(self.ready(version))])
         torch.minimum(tensors[0], theirs, out=tensors[0])
         self.entered.set()
         return self

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phoenix_launch.job import commit
 from phoenix_launch.messages import Ground
-from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of
+from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of, nodes_of
 
 
 @st.composite
@@ -41,3 +41,19 @@ def test_the_first_rank_of_each_node_fills_what_its_node_holds() -> None:
     assert copies_of(0, [everywhere, alone[0]], ground) == (OwnCopy("ranks 0-3"), OwnCopy("private 0", (1,)))
     assert copies_of(1, [everywhere, alone[1]], ground) == (OwnCopy("private 1", (1,)),)
     assert copies_of(2, [everywhere, alone[2]], ground) == (OwnCopy("ranks 0-3"), OwnCopy("private 2", (0,)))
+
+
+def test_a_node_that_cannot_be_reached_is_passed_over() -> None:
+    ground = Ground({0: 0, 1: 1, 2: 2}, ((0, "a"), (1, "b"), (2, "c")), ())
+    private = commit.Bundle("private 0", (0,), private=True)
+    assert copies_of(0, [private], ground) == (OwnCopy("private 0", (1,)),)
+    assert copies_of(0, [private], ground, {1}) == (OwnCopy("private 0", (2,)),)
+    assert copies_of(0, [private], ground, {1, 2}) == (OwnCopy("private 0"),)
+    assert nodes_of(private, ground, {1}) == (0, 2)
+
+
+def test_replicas_are_as_many_and_as_far_away_as_the_job_wants() -> None:
+    domains = ((0, "a"), (1, "b"), (2, "c"), (3, "d"))
+    ground = Ground({rank: rank for rank in range(4)}, domains, (), replicas=2, distance=2)
+    private = commit.Bundle("private 1", (1,), private=True)
+    assert copies_of(1, [private], ground) == (OwnCopy("private 1", (3, 0)),)

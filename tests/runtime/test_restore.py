@@ -22,7 +22,8 @@ from phoenix_launch.copies import Source, SourceKind, Stamp
 from phoenix_launch.messages import Ground
 from phoenix_runtime import ScriptError, TrainState
 from phoenix_runtime.checkpoint.bundles import bundled, private_bundle
-from phoenix_runtime.checkpoint.copier import Copier, Footing
+from phoenix_runtime.checkpoint.copier import Copier
+from phoenix_runtime.checkpoint.filling import Footing
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.checkpoint.restore import restore
 from phoenix_runtime.communicators.gate import Gate
