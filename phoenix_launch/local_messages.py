@@ -174,6 +174,13 @@ class ReadSlot(Message, frozen=True):
     node: int = -1
 
 
+class SlotDamaged(Message, frozen=True):
+    """What this node keeps as this copy has other bits than were written: it is to be forgotten."""
+
+    bundle: str
+    stamp: Stamp
+
+
 class SlotToRead(Message, frozen=True):
     """The memory that comes along holds it, and cannot be written to."""
 
@@ -210,7 +217,15 @@ class WorkerPlan(Message, frozen=True):
 
 FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
 CheckpointLocal = (
-    CheckpointSettings | CheckpointUp | SlotRules | SlotsKept | FillSlot | SlotSealed | ReadSlot | FromCheckpoint
+    CheckpointSettings
+    | CheckpointUp
+    | SlotRules
+    | SlotsKept
+    | FillSlot
+    | SlotSealed
+    | ReadSlot
+    | SlotDamaged
+    | FromCheckpoint
 )
 WorkerLocal = WorkerReport | WorkerPlan
 NodeLocal = (

@@ -35,7 +35,16 @@ from phoenix_runtime.control import AgentGoneError, Control, SupersededError
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.loop import GO_BACK, Promoted
-from phoenix_runtime.resuming import can_connect, can_copy, can_restore, open_slots, packed, put_back, unpacked
+from phoenix_runtime.resuming import (
+    can_connect,
+    can_copy,
+    can_restore,
+    open_slots,
+    other_nodes,
+    packed,
+    put_back,
+    unpacked,
+)
 from phoenix_runtime.sections import SectionResults, TooLargeError
 from phoenix_runtime.state import Captured, TrainState
 
@@ -305,7 +314,7 @@ class Swaps:
             return
         self._stamp = self._captured = None
         private = self._from_slots(plan, lambda slots: restore.restore(
-            state, plan.sources, stamp, slots, rank=self._rank, world=self._world
+            state, plan.sources, stamp, slots, rank=self._rank, world=self._world, nodes=other_nodes(plan)
         ))  # fmt: skip
         if private is None:
             raise RuntimeError(f"the plan names no copy of the private bundle of rank {self._rank}")

@@ -57,3 +57,9 @@ def packed(addresses: Mapping[str, bytes]) -> str:
 
 def unpacked(text: str) -> dict[str, bytes]:
     return msgspec.msgpack.decode(base64.b85decode(text), type=dict[str, bytes])
+
+
+def other_nodes(plan: WorkerPlan) -> tuple[int, ...]:
+    """Nodes other than one's own that may keep copies."""
+    servers = plan.ground.servers if plan.ground is not None else ()
+    return tuple(server.node for server in servers if server.node != plan.node)

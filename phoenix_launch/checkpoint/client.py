@@ -19,6 +19,7 @@ from phoenix_launch.local_messages import (
     FillSlot,
     FromCheckpoint,
     ReadSlot,
+    SlotDamaged,
     SlotHeld,
     SlotRefused,
     SlotSealed,
@@ -90,6 +91,10 @@ class SlotsLink:
         if reader is None:
             raise SlotRefusedError(f"version {stamp.version} of bundle {bundle!r} is damaged")
         return reader
+
+    def damaged(self, bundle: str, stamp: Stamp) -> None:
+        """What this node keeps as this copy is not what was written: nobody shall have it."""
+        channel.send(self._sock, SlotDamaged(bundle, stamp))
 
     def interrupt(self) -> None:
         """From any thread: whoever waits in this link gets an OSError, and it is of no use any more."""

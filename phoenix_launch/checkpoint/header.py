@@ -20,7 +20,7 @@ from phoenix_launch.checkpoint.layout import ALIGNMENT, aligned, table_digest
 from phoenix_launch.copies import Slot, Stamp
 
 PAGE_BYTES: Final = 4096
-FORMAT: Final = 1
+FORMAT: Final = 2
 _MAGIC: Final = b"phxslot\0"
 _FIXED: Final = struct.Struct("<8sQIIQQ")  # magic, seal, then the bytes of label, table, extras, data
 _SEALED_FROM: Final = 16  # the seal covers what follows it
@@ -31,7 +31,8 @@ _UNKNOWN: Final = -1
 class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of whom and of when a copy is. `part` of `parts`: holders on one node may copy a slice each (so far always the whole).
 
-    `data_crc`: CRC-32 of the data where somebody has computed it, as for everything that came over the network; else -1.
+    `data_sum`: checksum of the data by the worker that wrote it, which only workers can compare; empty: it made none.
+    `data_crc`: CRC-32 of the data where a server has computed it, for what it sent without such a sum; else -1.
     """
 
     job: str
@@ -40,6 +41,7 @@ class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     part: int = 0
     parts: int = 1
+    data_sum: str = ""
     data_crc: int = _UNKNOWN
     format: int = FORMAT
 

@@ -289,6 +289,15 @@ class SlotPairs:
                     place.readers -= 1
                     self._changed.notify_all()
 
+    def forget(self, bundle: str, stamp: Stamp) -> None:
+        """This copy is damaged. Its memory is used again when the pair is filled."""
+        with self._changed:
+            place = self._holding(bundle, stamp)
+            if place is not None:
+                place.slot = None
+                self._changed.notify_all()
+        self._on_change()
+
     def _holding(self, bundle: str, stamp: Stamp) -> _Place | None:
         pair = self._pairs.get(bundle)
         for place in pair.places if pair is not None else ():

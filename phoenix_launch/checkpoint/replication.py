@@ -1,8 +1,9 @@
 """Copies of slots on other nodes: a server sends what was sealed to its partner's, and asks others' for what it needs.
 
 One connection for each copy. The sender says what it offers; the receiver takes the table, the extras and the data
-straight into a slot of its own, compares the keyed BLAKE2 of table and extras and the CRC-32 of the data, seals, and only
-then says so. Whatever breaks off before that leaves the slot unsealed and the other slot of the pair as it was.
+straight into a slot of its own, compares the keyed BLAKE2 of table and extras, seals, and only then says so. Whatever breaks
+off before that leaves the slot unsealed and the other slot of the pair as it was. The data has a checksum of its writer's,
+which is compared by who loads it; where it has none (what is not sent as a rule) the servers compare its CRC-32.
 
 Threads: each function runs in the thread of the connection it is about; `Partner` has one thread, which sends.
 """
@@ -64,7 +65,7 @@ class Refusal(Message, frozen=True):
 
 
 class Sums(Message, frozen=True):
-    """After the bytes: what they must have been."""
+    """After the bytes: what they must have been. `data_crc` is 0 where the label has a `data_sum`."""
 
     head: bytes
     data_crc: int
@@ -148,6 +149,8 @@ def _give(link: PeerLink, memory: SlotMemory, complete: int, expected: int = 0) 
 def _send_data(link: PeerLink, memory: SlotMemory, found: Header) -> int:
     """Its checksum: the one that came with a replica (so that bits that flip in memory are found too), else a new one."""
     known, crc = found.label.data_crc, 0
+    if found.label.data_sum:
+        known = 0
     for start in range(found.extent.data_offset, found.extent.total, PIECE_BYTES):
         end = min(start + PIECE_BYTES, found.extent.total)
         link.send_file(memory.descriptor, start, end)
@@ -187,11 +190,13 @@ def _receive(link: PeerLink, offer: Offer, memory: memoryview) -> None:
         pass
     crc = 0
     for piece in link.receive_into(memory[extent.data_offset : extent.total]):
-        crc = zlib.crc32(piece, crc)
+        if not offer.label.data_sum:
+            crc = zlib.crc32(piece, crc)
     sums = _hear(link, Sums)
     if sums.head != link.digest(head) or sums.data_crc != crc:
         raise ProtocolError(f"a copy of bundle {offer.label.bundle!r} was changed in memory or on its way")
-    header.relabel(memory, msgspec.structs.replace(offer.label, data_crc=crc), extent)
+    label = offer.label if offer.label.data_sum else msgspec.structs.replace(offer.label, data_crc=crc)
+    header.relabel(memory, label, extent)
     header.seal(memory)
 
 

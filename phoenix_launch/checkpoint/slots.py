@@ -10,6 +10,8 @@ import os
 import weakref
 from typing import Final
 
+import msgspec
+
 from phoenix_launch.checkpoint import header
 from phoenix_launch.checkpoint.header import PAGE_BYTES, Header, Label
 from phoenix_launch.checkpoint.layout import Layout, Tensor, aligned
@@ -80,6 +82,7 @@ class SlotWriter:
         self._mapping = mmap.mmap(descriptor, self.size)
         populate(self._mapping)
         self._view = memoryview(self._mapping)
+        self._begun: tuple[Label, header.Extent] | None = None
 
     def begin(self, job: str, bundle: str, stamp: Stamp, layout: Layout, extras: bytes = b"") -> memoryview:
         """Void what the slot held. Returns its data, in which each tensor has its place by the layout.
@@ -88,10 +91,17 @@ class SlotWriter:
         """
         label = Label(job, bundle, stamp, layout.digest)
         extent = header.write(self._view, label, layout.table, extras, layout.size)
+        self._begun = (label, extent)
         return self._view[extent.data_offset : extent.total]
 
-    def seal(self) -> None:
-        """Every store to the data has ended before this is called (a device's copies are waited for)."""
+    def seal(self, data_sum: str = "") -> None:
+        """Every store to the data has ended before this is called (a device's copies are waited for).
+
+        `data_sum`: its checksum, for whoever loads it on another node.
+        """
+        if data_sum and self._begun is not None:
+            label, extent = self._begun
+            header.relabel(self._view, msgspec.structs.replace(label, data_sum=data_sum), extent)
         header.seal(self._view)
 
     def close(self) -> None:
@@ -107,7 +117,7 @@ class SlotReader:
         self.label = found.label
         self.layout = layout
         extent = found.extent
-        self._data = self._view[extent.data_offset : extent.total]
+        self.data = self._view[extent.data_offset : extent.total]
         self.extras = self._view[extent.extras_offset : extent.extras_offset + extent.extras]
 
     @classmethod
@@ -129,7 +139,7 @@ class SlotReader:
 
     def tensor(self, row: Tensor) -> memoryview:
         """The bytes of one tensor, in place."""
-        return self._data[row.offset : row.offset + row.size]
+        return self.data[row.offset : row.offset + row.size]
 
     def still_sealed(self) -> bool:
         """Asked after the tensors were taken: whether nobody has begun to overwrite them meanwhile."""
@@ -138,7 +148,7 @@ class SlotReader:
 
     def close(self) -> None:
         self.extras.release()
-        self._data.release()
+        self.data.release()
         _release(self._view, self._mapping)
 
 

@@ -22,6 +22,7 @@ from phoenix_launch.local_messages import (
     FillSlot,
     FromCheckpoint,
     ReadSlot,
+    SlotDamaged,
     SlotHeld,
     SlotRefused,
     SlotSealed,
@@ -71,6 +72,8 @@ class WorkerConnection:
                     self._sealed(message)
                 elif isinstance(message, ReadSlot):
                     self._read(message)
+                elif isinstance(message, SlotDamaged):
+                    self._pairs.forget(message.bundle, message.stamp)
                 else:
                     raise ProtocolError(f"a worker sent a {type(message).__name__} to its checkpoint server")
         finally:

@@ -26,7 +26,7 @@ from phoenix_launch.wire import Generation
 from phoenix_runtime import link
 from phoenix_runtime.checkpoint.bundles import Bundle, private_bundle
 from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of, nodes_of
-from phoenix_runtime.checkpoint.memory import SlotTargets, entry, local
+from phoenix_runtime.checkpoint.memory import SlotTargets, data_sum, entry, local
 from phoenix_runtime.checkpoint.private import Private, encoded
 from phoenix_runtime.fault_points import FAULT_POINTS
 
@@ -173,7 +173,7 @@ class Filler:
                 self._targets.store(writer, data, part.layout, part.tensors, order.check, order.ready)
                 order.check()
                 FAULT_POINTS.reached("copying")
-                writer.seal()
+                writer.seal(data_sum(data, order.check) if copy.replicas else "")
                 copied += part.size
             slots.sealed(part.key, stamp, copy.replicas)
         FAULT_POINTS.reached("sealed")

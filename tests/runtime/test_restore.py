@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from phoenix_runtime import ScriptError, TrainState
 from phoenix_runtime.checkpoint.bundles import bundled, private_bundle
 from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.checkpoint.filling import Footing
+from phoenix_runtime.checkpoint.memory import data_sum
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.checkpoint.restore import restore
 from phoenix_runtime.communicators.gate import Gate
@@ -118,14 +119,19 @@ class Rank:
         make: Callable[[nn.Module], torch.optim.Optimizer],
         seed: int = 0,
         change: Callable[[nn.Module], None] = lambda model: None,
+        others: Sequence[CheckpointNode] = (),
     ) -> None:
         torch.manual_seed(seed)
+        self.others = others
         self.node, self.model = node, Model()
         change(self.model)
         self.optimizer = make(self.model)
         self.state = TrainState(model=self.model, optimizer=self.optimizer)
         self.copier = Copier(JOB, 0, Gate(), None)
-        self.copier.resume(Footing(G1, Ground({0: 0}, ((0, "a"),), (node.peer,)), 0, node.path))
+        every = [node, *others]
+        domains = tuple((each.index, f"domain {each.index}") for each in every)
+        ground = Ground({0: 0}, domains, tuple(each.peer for each in every), replicas=len(others))
+        self.copier.resume(Footing(G1, ground, 0, node.path))
 
     def step(self) -> None:
         captured, version = self.state.capture(), self.state.step
@@ -142,7 +148,8 @@ class Rank:
         link = SlotsLink(self.node.path, JOB, 0)
         link.generation = G1
         try:
-            private = restore(self.state, sources, Stamp(G1, version), link, rank=0, world=1)
+            nodes = [other.index for other in self.others]
+            private = restore(self.state, sources, Stamp(G1, version), link, rank=0, world=1, nodes=nodes)
         finally:
             link.close()
         if private is not None:
@@ -231,6 +238,68 @@ def test_a_bundle_that_only_another_process_holds_is_refused(rank_with: Callable
     rank.step()
     with pytest.raises(SlotRefusedError, match="from rank"):
         rank.restore(0, SourceKind.HOLDER)
+
+
+@pytest.fixture
+def replicated_rank(start_node: Callable[[int], CheckpointNode]) -> Iterator[Rank]:
+    """Its copies are on three nodes, one version after its first step."""
+    nodes = [start_node(index) for index in range(3)]
+    for node in nodes:
+        node.follow(G1, nodes)
+    rank = Rank(nodes[0], adam, others=nodes[1:])
+    rank.step()
+    rank.step()
+    yield rank
+    rank.copier.end()
+
+
+@pytest.mark.parametrize("damaged", [(0,), (0, 1), (0, 2)])
+def test_a_copy_with_a_flipped_bit_is_never_loaded_and_the_next_one_is_taken(
+    replicated_rank: Rank, damaged: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = replicated_rank
+    rank.restore(1)
+    expected = rank.bits()
+    rank.step()
+    every = [rank.node, *rank.others]
+    for index in damaged:
+        every[index].flip_a_bit("rank 0", Stamp(G1, 1))
+    capsys.readouterr()
+    rank.restore(1)
+    assert rank.bits() == expected
+    assert capsys.readouterr().err.count("was damaged in memory: another copy is taken") == sum(
+        index < min({0, 1, 2} - set(damaged)) for index in damaged
+    )
+    rank.restore(1)
+    assert rank.bits() == expected
+    assert not capsys.readouterr().err, "the node has an intact copy again"
+
+
+def test_without_any_intact_copy_nothing_is_loaded_and_the_damaged_ones_are_not_offered_any_more(
+    replicated_rank: Rank,
+) -> None:
+    rank = replicated_rank
+    for node in (rank.node, *rank.others):
+        node.flip_a_bit("rank 0", Stamp(G1, 1))
+    bits = rank.bits()
+    with pytest.raises(SlotRefusedError, match="damaged"):
+        rank.restore(1)
+    assert rank.bits() == bits
+    while any(kept.bundle == "rank 0" and kept.slot.stamp.version == 1 for kept in rank.node.kept.kept):
+        rank.node.until_told()
+
+
+def test_a_checksum_changes_with_every_bit_of_the_data() -> None:
+    for size in (0, 1, 8191, 8192, 8193, 100_000):
+        data = bytearray(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist())
+        sum_ = data_sum(memoryview(data))
+        for place in {0, size // 2, size - 1} if size else ():
+            for bit in range(8):
+                data[place] ^= 1 << bit
+                assert data_sum(memoryview(data)) != sum_
+                data[place] ^= 1 << bit
+        assert data_sum(memoryview(data)) == sum_
+        assert data_sum(memoryview(data + b"\0")) != sum_
 
 
 def test_a_version_that_is_not_there_is_refused(rank_with: Callable[..., Rank]) -> None:

@@ -39,5 +39,6 @@ def parse_options() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--odd", action="store_true", help="register the blocks in the reverse of their order")
     return parser.parse_args()
