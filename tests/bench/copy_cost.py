@@ -102,9 +102,8 @@ def measured(cases: Sequence[str], turns: int, steps: int) -> None:
     base = median(taken[BASE])
     floor = copied * memcpy + sent * loopback
     print(f"bytes a step and rank: {copied / 1e6:.1f} MB copied, {sent / 1e6:.1f} MB sent")
-    print(
-        f"floor: {memcpy * 1e12:.0f} + {loopback * 1e12:.0f} ms a GB, {floor * 1000:.0f} ms a step: 1.2 x is {1 + 1.2 * floor / base:.3f}"
-    )
+    print(f"floor: {memcpy * 1e12:.0f} + {loopback * 1e12:.0f} ms a GB, {floor * 1000:.0f} ms a step")
+    print(f"1.2 x the floor is a ratio of {1 + 1.2 * floor / base:.3f}")
     for name in cases:
         low, high = interval(taken[name], taken[BASE])
         every = sorted(seconds for turn in taken[name] for seconds in turn)

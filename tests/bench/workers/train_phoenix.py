@@ -1,5 +1,5 @@
-"""The example with phoenix_runtime, which notes when it begins, leaves and finishes each step, each copy in memory, and each wait
-of the training thread for one.
+"""The example with phoenix_runtime, which notes when it begins, leaves and finishes each step, each copy in memory, and
+each wait of the training thread for one.
 
 `BENCH_FAULTS`: POINT,RANK,STEP;... where processes die (phoenix_runtime/fault_points.py). `BENCH_SAVE`: what users do without
 copies in memory, at the end of every step: `torch` (torch.save of this rank's part), `dcp` (its async_save).
