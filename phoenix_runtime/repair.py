@@ -8,11 +8,11 @@ on; a replacement comes in at the same point, after it has run the script's star
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Final, NoReturn
-
-import torch.distributed as dist
 
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
@@ -25,15 +25,16 @@ from phoenix_runtime import link
 from phoenix_runtime.checkpoint import bundles, restore
 from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.checkpoint.filling import Footing
+from phoenix_runtime.checkpoint.fingerprints import withdrawal
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.backend import PhoenixBackend
 from phoenix_runtime.communicators.gate import StepAborted
-from phoenix_runtime.communicators.group import NAME
 from phoenix_runtime.communicators.recording import Recorder
 from phoenix_runtime.communicators.shadow import Shadow
 from phoenix_runtime.control import AgentGoneError, Control, SupersededError
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
+from phoenix_runtime.late_groups import LateGroups
 from phoenix_runtime.loop import GO_BACK, Promoted
 from phoenix_runtime.resuming import (
     can_connect,
@@ -94,7 +95,7 @@ class Swaps:
         self._startup = b""  # the startup record, once it is final
         self._results = SectionResults()
         self._said_holds = False
-        self._groups = 0  # how many torch knew when this was last asked
+        self._groups = LateGroups(control)
         self._copies = True  # in memory
         self._left: _Left | None = None  # by the step that was finished last
         self._at = -1  # the version at whose entry the script stands
@@ -165,15 +166,30 @@ class Swaps:
             unchanged = self._left is not None and self._left == _Left.seen(state.step, held, self._backend)
             self._at, self._returns = state.step, min(GO_BACK, self._returns + 1) if unchanged else 0
         if not self._said_holds:
-            private = bundles.private_bundle(self._rank).key
-            self._control.report(holds=(*(bundle.key for bundle in held), private), private=private)
+            self._say_holds(held)
             self._said_holds = True
-            self._backend.late = self._late_group
-        self._look_at_groups()
+            self._backend.late = self._groups.made
+        self._groups.look()
         if not self._copies:
             return
-        private_part = Private(captured, state.step, self._record(), self._results.to_keep())
-        self._copier.begin(self._stamp, held, private_part)
+        private_part = Private(
+            captured, state.step, self._record(), self._results.to_keep(), bundles.withdrawn(state)
+        )  # fmt: skip
+        self._copier.begin(self._stamp, held, private_part, partial(self._withdraw, state))
+
+    def _withdraw(self, state: TrainState, found: Mapping[str, tuple[str, ...]]) -> Sequence[bundles.Bundle]:
+        """On the copier's thread: ranks were said to hold the same, and do not."""
+        held = {bundle.key: bundle for bundle in bundles.bundled(state, self._rank, self._world)}
+        if any(held[key].holders[0] == self._rank for key in found):
+            link.remark(withdrawal(found))
+        bundles.withdraw(state, chain.from_iterable(found.values()))
+        anew = bundles.bundled(state, self._rank, self._world)
+        self._say_holds(anew)
+        return anew
+
+    def _say_holds(self, held: Iterable[bundles.Bundle]) -> None:
+        private = bundles.private_bundle(self._rank).key
+        self._control.report(holds=(*(bundle.key for bundle in held), private), private=private)
 
     def before_optimizer(self, state: TrainState) -> None:
         FAULT_POINTS.reached("before-optimizer")
@@ -352,25 +368,6 @@ class Swaps:
         except TimeoutError:
             return
         self._control.end_outside("it was in a collective outside of run_step and run_section")
-
-    def _late_group(self, name: str) -> None:
-        """A replacement, which runs the script's start only, would not have this group."""
-        if not self._control.said.outside:
-            link.remark(
-                f"the process group {name} was made after the first step: from now on a failure starts all processes again"
-            )
-            self._control.report(outside="it made a process group after its first step")
-
-    def _look_at_groups(self) -> None:
-        """Groups that torch has made without us have communicators that nobody could replace."""
-        groups = dist.distributed_c10d._world.pg_map
-        if len(groups) == self._groups or self._control.said.outside:
-            return
-        self._groups = len(groups)
-        foreign = sorted({backend for backend, _ in groups.values()} - {NAME})
-        if foreign:
-            link.remark(f"a process group has the backend {foreign[0]}: a failure starts all processes again")
-            self._control.report(outside=f"it has a process group of the backend {foreign[0]}")
 
     def leave(self) -> None:
         """The script is over: wait for all others."""

@@ -2,7 +2,7 @@
 
 The set is known from structure alone: what DDP keeps equal, where a DTensor is replicated, what the script says. That
 tensors are equal at one moment proves nothing (momenta begin as zeros everywhere). Whatever is not known to be held by
-others counts as this rank's alone; that costs memory and is never wrong.
+others counts as this rank's alone; that costs memory and is never wrong. `fingerprints.py` withdraws a claim that is not true.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -83,6 +83,7 @@ class _Found:
 
 
 _found: weakref.WeakKeyDictionary[TrainState, _Found] = weakref.WeakKeyDictionary()
+_withdrawn: weakref.WeakKeyDictionary[TrainState, set[str]] = weakref.WeakKeyDictionary()
 _marked: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _marks = itertools.count(1)
 _last_mark = 0
@@ -106,7 +107,9 @@ def bundled(state: TrainState, rank: int, world: int) -> list[Bundle]:
         return known.bundles
     found: dict[tuple[int, ...], Bundle] = {}
     structure = _Structure(state, rank, world)
-    for name, tensor, word, holders in structure.tensors():
+    alone = _withdrawn.get(state, set())
+    for name, tensor, word, claimed in structure.tensors():
+        holders = (rank,) if name in alone else claimed
         bundle = found.setdefault(holders, Bundle(_key(holders), holders))
         bundle.tensors.append((name, tensor))
         bundle.words.append(word)
@@ -130,6 +133,19 @@ def replicated(x: Tensor | nn.Module | Optimizer) -> None:
         raise TypeError(f"replicated(...) wants a tensor, a module or an optimizer, not a {type(x).__name__}")
     _marked[x] = True
     _last_mark = next(_marks)
+
+
+def withdraw(state: TrainState, names: Iterable[str]) -> None:
+    """Each rank holds these tensors for itself, whatever structure says."""
+    global _last_mark
+    known = _withdrawn.setdefault(state, set())
+    if not known.issuperset(names := set(names)):
+        known |= names
+        _last_mark = next(_marks)
+
+
+def withdrawn(state: TrainState) -> tuple[str, ...]:
+    return tuple(sorted(_withdrawn.get(state, ())))
 
 
 def _objects(state: TrainState) -> list[Any]:

@@ -14,7 +14,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 import torch
@@ -25,9 +27,11 @@ from phoenix_launch.job import commit
 from phoenix_launch.messages import NoRoom
 from phoenix_launch.timeouts import timeout
 from phoenix_runtime import link
+from phoenix_runtime.checkpoint import fingerprints
 from phoenix_runtime.checkpoint.bundles import Bundle
 from phoenix_runtime.checkpoint.cadence import Cadence
 from phoenix_runtime.checkpoint.filling import CopyFailedError, Filler, Footing, Left, Order
+from phoenix_runtime.checkpoint.fingerprints import Rows
 from phoenix_runtime.checkpoint.memory import marks
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.gate import Gate, StepAborted
@@ -93,9 +97,16 @@ class Copier:
             if self._cadence.asked != footing.ground.interval:
                 self._cadence = Cadence(footing.ground.interval)
 
-    def begin(self, stamp: Stamp, bundles: Sequence[Bundle], private: Private) -> None:
+    def begin(
+        self,
+        stamp: Stamp,
+        bundles: Sequence[Bundle],
+        private: Private,
+        withdraw: Callable[[Mapping[str, tuple[str, ...]]], Sequence[Bundle]] | None = None,
+    ) -> None:
         """At a step's entry. Of `bundles` nothing may change until `wait` has returned. Said again it is the same copy.
 
+        `withdraw`: called by the thread with tensors, by bundle, that are not equal on its holders; gives the bundles anew.
         After a step without an optimizer (a scaler has skipped it) it waits for that step's copy itself.
         """
         began = time.monotonic()
@@ -107,7 +118,7 @@ class Copier:
             while before is not None and not before.over:
                 self._changed.wait(_LOOK_UP)
             self.stalled += time.monotonic() - began
-            self._order = order = Order(self._footing, stamp, bundles, private, marks())
+            self._order = order = Order(self._footing, stamp, bundles, private, marks(), withdraw)
             if self._stopped:
                 order.left.set()
             self._changed.notify_all()
@@ -178,6 +189,8 @@ class Copier:
         decided = self._round(order)
         FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
+        if self._group is not None and order.withdraw is not None and fingerprints.is_due(order.stamp.version):
+            self._compare(order, order.withdraw)
         if decided.copy:
             began = time.monotonic()
             self._filler.fill(order, self.complete)
@@ -202,6 +215,38 @@ class Copier:
             page = link.progress_page()
             if page is not None:
                 page.write_complete(version)
+
+    def _compare(self, order: Order, withdraw: Callable[[Mapping[str, tuple[str, ...]]], Sequence[Bundle]]) -> None:
+        """Whether what is held by several ranks is the same on all of them."""
+        for event in order.ready:
+            event.synchronize()
+        found = fingerprints.differing(order.bundles, lambda rows: self._exchanged(order, rows))
+        if found:
+            order.bundles = withdraw(found)
+            if order.private is not None:
+                names = {*order.private.withdrawn, *chain.from_iterable(found.values())}
+                order.private = replace(order.private, withdrawn=tuple(sorted(names)))
+
+    def _exchanged(self, order: Order, rows: Rows) -> list[Rows]:
+        """All ranks' rows. Void when the gate closes meanwhile."""
+        order.check()
+        group, epoch = self._group, self._gate.epoch
+        assert group is not None
+        most = torch.tensor([-len(rows)])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        group.allreduce([most], options).wait()
+        mine = torch.zeros(-int(most), 2, dtype=torch.int64)
+        mine[: len(rows)] = torch.tensor(list(rows), dtype=torch.int64).view(-1, 2)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+        every = [torch.empty_like(mine) for _ in range(group.size())]
+        group.allgather([lengths], [torch.tensor([len(rows)])]).wait()
+        if len(mine):
+            group.allgather([every], [mine]).wait()
+        if self._gate.closed or self._gate.epoch != epoch:
+            raise Left
+        return [[(int(what), int(value)) for what, value in each[: int(length)].tolist()] for each, length in
+                zip(every, lengths, strict=True)]  # fmt: skip
 
     def _round(self, order: Order) -> commit.Round:
         """What all ranks agree upon. Void when the gate closes meanwhile: then nobody knows what was said."""

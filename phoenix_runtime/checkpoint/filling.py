@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -69,6 +69,7 @@ class Order:
     bundles: Sequence[Bundle]
     private: Private | None
     ready: list[torch.Event]
+    withdraw: Callable[[Mapping[str, tuple[str, ...]]], Sequence[Bundle]] | None = None  # what is not equal after all
     waited_from: float = 0.0  # when the main thread began to wait for it
     left: threading.Event = field(default_factory=threading.Event)
     over: bool = False

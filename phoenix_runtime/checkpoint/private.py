@@ -22,7 +22,7 @@ from phoenix_runtime.checkpoint.memory import loaded
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.state import Captured, TrainState
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _HINT: Final = "all processes of a job have to run the same phoenix-run"
 
 
@@ -35,12 +35,14 @@ class Private:
         step: completed steps.
         startup: the startup record, as bytes.
         more: anything else that a replacement needs, by name; values that can be pickled.
+        withdrawn: tensors that this rank has for itself though structure says otherwise (`bundles.withdraw`).
     """
 
     captured: Captured
     step: int
     startup: bytes = b""
     more: dict[str, Any] = field(default_factory=dict)
+    withdrawn: tuple[str, ...] = ()
 
 
 def encoded(private: Private) -> tuple[list[tuple[str, Tensor]], bytes]:
@@ -54,7 +56,8 @@ def encoded(private: Private) -> tuple[list[tuple[str, Tensor]], bytes]:
             f"the training state cannot be copied for another process: {error}",
             hint="what TrainState(...) and param_groups refer to has to be picklable: no lambdas, no local classes",
         ) from error
-    return pickler.tensors, msgspec.msgpack.encode(_Extras(private.step, private.startup, stream.getvalue()))
+    extras = _Extras(private.step, private.startup, stream.getvalue(), private.withdrawn)
+    return pickler.tensors, msgspec.msgpack.encode(extras)
 
 
 def startup_of(reader: SlotReader) -> bytes:
@@ -76,7 +79,7 @@ def decoded(reader: SlotReader, state: TrainState) -> Private:
             f"the copy of the training state cannot be read in this process: {error}",
             hint="a replacement has to define the same classes, before the first step",
         ) from error
-    return Private(captured, extras.step, extras.startup, more)
+    return Private(captured, extras.step, extras.startup, more, extras.withdrawn)
 
 
 class _Extras(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +88,7 @@ class _Extras(msgspec.Struct, frozen=True, array_like=True):
     step: int
     startup: bytes
     rest: bytes
+    withdrawn: tuple[str, ...]
     format: int = _FORMAT
 
 

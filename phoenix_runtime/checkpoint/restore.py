@@ -15,7 +15,15 @@ from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader
 from phoenix_launch.copies import Source, SourceKind, Stamp
 from phoenix_runtime.adapters.optimizers import OptimizerPart
-from phoenix_runtime.checkpoint.bundles import LIKE_PARAMETER, ON_CPU, Bundle, bundled, private_bundle, state_name
+from phoenix_runtime.checkpoint.bundles import (
+    LIKE_PARAMETER,
+    ON_CPU,
+    Bundle,
+    bundled,
+    private_bundle,
+    state_name,
+    withdraw,
+)
 from phoenix_runtime.checkpoint.memory import is_whole, load, local, type_of
 from phoenix_runtime.checkpoint.private import Private, decoded
 from phoenix_runtime.errors import ScriptError
@@ -48,9 +56,10 @@ def restore(
         ScriptError: the script built something else here than what was copied.
     """
     private: Private | None = None
-    here = {bundle.key: bundle for bundle in bundled(state, rank, world)}
+    own = private_bundle(rank).key
+    here: dict[str, Bundle] = {}
     places = _Places(state)
-    for source in sources:
+    for source in sorted(sources, key=lambda source: source.bundle != own):  # it says what is in the others
         if source.kind is SourceKind.ITSELF:
             continue
         if source.kind not in _SLOTS:
@@ -58,9 +67,11 @@ def restore(
                 f"bundle {source.bundle!r} would have to come from rank {source.holder}, not from a slot"
             )
         with closing(_intact(link, source, stamp, nodes)) as reader:
-            if source.bundle == private_bundle(rank).key:
+            if source.bundle == own:
                 private = decoded(reader, state)
+                withdraw(state, private.withdrawn)
             else:
+                here = here or {bundle.key: bundle for bundle in bundled(state, rank, world)}
                 places.take(reader, here.get(source.bundle))
             if not reader.still_sealed():
                 raise SlotRefusedError(f"version {stamp.version} of bundle {source.bundle!r} was overwritten meanwhile")

@@ -95,6 +95,7 @@ class Training:
     """One rank: `state`, `step` for run_step, and what the script does between two steps."""
 
     def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
         torch.manual_seed(3)
         self.model = DistributedDataParallel(Net(), bucket_cap_mb=0.002)
         self.average = AveragedModel(self.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
@@ -133,6 +134,8 @@ class Training:
         self.scaler.step(self.first)
         self.scaler.step(self.second)
         self.scaler.update()
+        with torch.no_grad():  # against what DDP promises: each rank has another one from here on
+            self.model.module.head.bias += 1e-3 * self.rank
         self.average.update_parameters(self.model.module)
         self.cosine.step()
         self.first.zero_grad()

@@ -38,19 +38,27 @@ def said(out: str) -> Said:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def words() -> list[str]:
+    """What the two jobs below wrote to stderr."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Said:
     found = job("everything", STEPS, tmp_path_factory.mktemp("undisturbed"), script=EVERYTHING, env=ONE_THREAD)
     assert found.swaps == []
+    words.append(found.done.err)
     return said(found.done.out)
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def disturbed(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Said:
     found = job(
         "everything", STEPS, tmp_path_factory.mktemp("disturbed"), script=EVERYTHING, faults=FAULTS, env=ONE_THREAD
     )
     assert len(found.swaps) == len(FAULTS)
     assert found.rungs[0] == found.rungs[-1] == IN_PLACE and found.rungs[2] == FROM_SLOTS
+    words.append(found.done.err)
     return said(found.done.out)
 
 
@@ -66,6 +74,15 @@ def test_every_part_is_compared(undisturbed: Said) -> None:
     assert all(tuple(line["digests"]) == PARTS for line in undisturbed.values())
     own = {line["digests"]["the global generators"] for line in undisturbed.values()}
     assert len(own) == 4, "each rank draws its own numbers"
+
+
+def test_what_ranks_do_not_share_though_ddp_says_so_is_each_ranks_own(
+    undisturbed: Said, disturbed: Said, words: list[str]
+) -> None:
+    assert len({line["digests"]["the parameters"] for line in undisturbed.values()}) == 4
+    assert disturbed.keys() == undisturbed.keys()
+    said = "model.module.head.bias should be equal on ranks 0-3 and is not: from now on each rank's own is copied"
+    assert [text.count(said) for text in words] == [1, 1]
 
 
 def test_survivors_are_told_of_each_swap_and_replacements_of_none(undisturbed: Said, disturbed: Said) -> None:
