@@ -75,6 +75,8 @@ class CheckpointSettings(Message, frozen=True):
     port_low: int = 0  # --port-range, 0: any
     port_high: int = 0
     memory: int = 0  # --copy-memory: bytes that all copies may take, 0: what is free
+    bandwidth: int = 0  # --replica-bandwidth: bytes a second that replicas are sent at, 0: no limit
+    encrypt: bool = False
 
 
 class CheckpointUp(Message, frozen=True):

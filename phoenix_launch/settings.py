@@ -64,6 +64,8 @@ class RunSettings:
     replicas: int = 1
     replica_distance: int = 1
     snapshot_interval: int = 1  # 0: no copies; AUTO
+    replica_bandwidth: int = 0  # bytes a second, 0: no limit
+    encrypt: bool = False
     copy_memory: int = 0  # bytes, 0: what is free
     allow_drills: bool = False
     drills: tuple[str, ...] = ()

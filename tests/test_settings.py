@@ -110,6 +110,8 @@ VALUES: list[tuple[str, str, object]] = [
     ("snapshot-interval", "auto", AUTO),
     ("replicas", "2", 2),
     ("replica-distance", "3", 3),
+    ("replica-bandwidth", "2G", 2 << 30),
+    ("replica-bandwidth", "1M/s", 1 << 20),
     ("copy-memory", "64G", 64 << 30),
     ("copy-memory", "1.5 GiB", 3 << 29),
     ("copy-memory", "500000", 500_000),

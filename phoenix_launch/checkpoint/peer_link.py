@@ -5,8 +5,9 @@
     caller -> host    the caller's proof
 
 Each frame carries a tag under a key that is made from both nonces, over its direction and number: nothing can be replayed,
-left out or brought in. Before the proofs no more is read than their fixed sizes, and nothing is allocated. Payloads are
-neither encrypted nor tagged: what they are is said by tagged frames around them (`replication.py`).
+left out or brought in. Before the proofs no more is read than their fixed sizes, and nothing is allocated. Payloads are not
+tagged: what they are is said by tagged frames around them (`replication.py`). With --encrypt all of it runs within TLS
+(`cipher.py`), and the proofs are over that connection, too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from phoenix_launch.checkpoint import cipher
+from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.wire import Generation
 
@@ -46,6 +51,14 @@ class Identity:
     key: bytes  # at most 64 bytes
     node: int
     generation: Generation
+    encrypt: bool = False
+
+
+class Memory(Protocol):
+    """What is sent from: a file, and the same bytes mapped."""
+
+    descriptor: int
+    view: memoryview
 
 
 class PeerLink:
@@ -65,6 +78,7 @@ class PeerLink:
         self._key = key
         self._directions = (b"c", b"h") if calling else (b"h", b"c")  # of what is sent, of what is received
         self._sent = self._received = 0
+        self._shut = threading.Event()
 
     def send(self, body: bytes) -> None:
         tag = self._tag(self._directions[0], self._sent, body)
@@ -83,15 +97,25 @@ class PeerLink:
         self._received += 1
         return body
 
-    def send_file(self, descriptor: int, start: int, end: int) -> None:
-        """Straight from the page cache: the interpreter is not involved."""
+    def send_from(self, memory: Memory, start: int, end: int, pace: Pace | None = None) -> None:
+        """Straight from the page cache, without a copy in this process; but where it is enciphered."""
+        enciphered = isinstance(self._sock, ssl.SSLSocket)
         while start < end:
-            _await(self._sock, select.POLLOUT, self.patience)
-            with contextlib.suppress(BlockingIOError):
-                sent = os.sendfile(self._sock.fileno(), descriptor, start, min(PIECE_BYTES, end - start))
+            count = min(PIECE_BYTES, end - start)
+            if enciphered:
+                _send(self._sock, memory.view[start : start + count], self.patience)
+                sent = count
+            else:
+                _await(self._sock, select.POLLOUT, self.patience)
+                try:
+                    sent = os.sendfile(self._sock.fileno(), memory.descriptor, start, count)
+                except BlockingIOError:
+                    continue
                 if not sent:
                     raise ConnectionResetError("a slot ended in the middle")
-                start += sent
+            start += sent
+            if pace is not None and self._shut.wait(pace.sent(sent)):
+                raise ConnectionAbortedError("the connection is not wanted any more")
 
     def receive_into(self, memory: memoryview) -> Iterator[memoryview]:
         """Fill the memory; gives each piece as soon as it is there, at most PIECE_BYTES."""
@@ -99,13 +123,14 @@ class PeerLink:
         while start < len(memory):
             piece = memory[start : start + PIECE_BYTES]
             filled = 0
+            deadline = time.monotonic() + self.patience
             while filled < len(piece):
-                _await(self._sock, select.POLLIN, self.patience)
-                with contextlib.suppress(BlockingIOError):
+                with _patiently(self._sock, select.POLLIN, deadline):
                     got = self._sock.recv_into(piece[filled:])
                     if not got:
                         raise ConnectionResetError("the other checkpoint server closed the connection")
                     filled += got
+                    deadline = time.monotonic() + self.patience
             yield piece
             start += len(piece)
 
@@ -115,8 +140,9 @@ class PeerLink:
 
     def shut(self) -> None:
         """From another thread: whoever waits here sees at once that it is over."""
+        self._shut.set()
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # an SSLSocket's own would have it go on in the clear
 
     def close(self) -> None:
         self._sock.close()
@@ -130,12 +156,12 @@ def call(address: str, port: int, identity: Identity, handshake: float, patience
     deadline = time.monotonic() + handshake
     sock = socket.create_connection((address, port), timeout=handshake)
     try:
-        _prepare(sock)
+        sock, bound = _prepare(sock, identity, handshake, calling=True)
         generation = identity.generation
         said = _CALLER.pack(identity.node, generation.term, generation.n) + secrets.token_bytes(_NONCE_BYTES)
         _send(sock, _GREETING + said, handshake)
         answer = _exactly(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
-        said += answer[:_NONCE_BYTES]
+        said += answer[:_NONCE_BYTES] + bound
         if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(identity, b"host", said)):
             raise ProtocolError("what answers there does not know the job's key")
         _send(sock, _proof(identity, b"caller", said), handshake)
@@ -150,13 +176,13 @@ def answer(sock: socket.socket, identity: Identity, handshake: float, patience: 
     """The other end of `call`, with the same errors. The socket is closed when there is one."""
     deadline = time.monotonic() + handshake
     try:
-        _prepare(sock)
+        sock, bound = _prepare(sock, identity, handshake, calling=False)
         if _exactly(sock, len(_GREETING), deadline) != _GREETING:
             raise ProtocolError("somebody who is no checkpoint server called")
         said = _exactly(sock, _CALLER.size + _NONCE_BYTES, deadline)
         node, term, n = _CALLER.unpack(said[: _CALLER.size])
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        said += nonce
+        said += nonce + bound
         _send(sock, nonce + _proof(identity, b"host", said), handshake)
         if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES, deadline), _proof(identity, b"caller", said)):
             raise ProtocolError("somebody who does not know the job's key called")
@@ -172,9 +198,14 @@ def _proof(identity: Identity, role: bytes, said: bytes) -> bytes:
     return hashlib.blake2b(text, key=identity.key, digest_size=_PROOF_BYTES).digest()
 
 
-def _prepare(sock: socket.socket) -> None:
-    sock.setblocking(False)
+def _prepare(sock: socket.socket, identity: Identity, seconds: float, *, calling: bool) -> tuple[socket.socket, bytes]:
+    """The socket to go on with, and what is unique to an enciphered connection."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound = b""
+    if identity.encrypt:
+        sock, bound = cipher.wrapped(sock, calling=calling, seconds=seconds)
+    sock.setblocking(False)
+    return sock, bound
 
 
 def _await(sock: socket.socket, event: int, seconds: float) -> None:
@@ -184,20 +215,36 @@ def _await(sock: socket.socket, event: int, seconds: float) -> None:
         raise TimeoutError("the other checkpoint server stands still")
 
 
-def _send(sock: socket.socket, data: bytes, seconds: float) -> None:
+@contextlib.contextmanager
+def _patiently(sock: socket.socket, event: int, deadline: float) -> Iterator[None]:
+    """What it wraps is tried at once (TLS may have bytes that poll knows nothing of), and again when the socket is ready."""
+    try:
+        yield
+    except ssl.SSLWantReadError:
+        event = select.POLLIN
+    except ssl.SSLWantWriteError:
+        event = select.POLLOUT
+    except BlockingIOError:
+        pass
+    except ssl.SSLEOFError:
+        raise ConnectionResetError("the other checkpoint server closed the connection") from None
+    else:
+        return
+    _await(sock, event, deadline - time.monotonic())
+
+
+def _send(sock: socket.socket, data: bytes | memoryview, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     left = memoryview(data)
     while left:
-        _await(sock, select.POLLOUT, deadline - time.monotonic())
-        with contextlib.suppress(BlockingIOError):
+        with _patiently(sock, select.POLLOUT, deadline):
             left = left[sock.send(left) :]
 
 
 def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     parts = bytearray()
     while len(parts) < count:
-        _await(sock, select.POLLIN, deadline - time.monotonic())
-        with contextlib.suppress(BlockingIOError):
+        with _patiently(sock, select.POLLIN, deadline):
             part = sock.recv(count - len(parts))
             if not part:
                 raise ConnectionResetError("the other checkpoint server closed the connection")

@@ -23,6 +23,7 @@ import msgspec
 
 from phoenix_launch.checkpoint import header, peer_link
 from phoenix_launch.checkpoint.header import PAGE_BYTES, Extent, Header, Label
+from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import NoRoomError, SlotPairs, SlotRefusedError, Wish
 from phoenix_launch.checkpoint.peer_link import PIECE_BYTES, Identity, PeerLink
 from phoenix_launch.checkpoint.slots import SlotMemory
@@ -88,12 +89,14 @@ def call(peer: SlotPeer, identity: Identity) -> PeerLink:
     return peer_link.call(peer.address, peer.port, identity, HANDSHAKE_SECONDS, PATIENCE_SECONDS)
 
 
-def replicate(link: PeerLink, pairs: SlotPairs, bundle: str, stamp: Stamp, complete: int) -> None:
+def replicate(
+    link: PeerLink, pairs: SlotPairs, bundle: str, stamp: Stamp, complete: int, pace: Pace | None = None
+) -> None:
     """Until the other server has sealed this copy. Raises SlotRefusedError, ProtocolError, OSError."""
     with pairs.reading(bundle, stamp) as memory:
         if memory is None:
             raise SlotRefusedError(f"version {stamp.version} of bundle {bundle!r} is not here any more")
-        _give(link, memory, complete, pairs.slot_bytes(bundle))
+        _give(link, memory, complete, pairs.slot_bytes(bundle), pace)
 
 
 def fetch(link: PeerLink, pairs: SlotPairs, wish: Wish) -> None:
@@ -130,7 +133,7 @@ def serve(sock: socket.socket, pairs: SlotPairs, identity: Callable[[], Identity
             _take(link, pairs, message, wish)
 
 
-def _give(link: PeerLink, memory: SlotMemory, complete: int, expected: int = 0) -> None:
+def _give(link: PeerLink, memory: SlotMemory, complete: int, expected: int = 0, pace: Pace | None = None) -> None:
     found = memory.header()
     if found is None:
         _say(link, Refusal("it is damaged"))
@@ -140,20 +143,20 @@ def _give(link: PeerLink, memory: SlotMemory, complete: int, expected: int = 0) 
     _say(link, offer)
     if isinstance(_hear(link, Take, Held), Held):
         return
-    link.send_file(memory.descriptor, PAGE_BYTES, extent.data_offset)
-    crc = _send_data(link, memory, found)
+    link.send_from(memory, PAGE_BYTES, extent.data_offset)
+    crc = _send_data(link, memory, found, pace)
     _say(link, Sums(link.digest(memory.view[PAGE_BYTES : extent.data_offset]), crc))
     _hear(link, Held)
 
 
-def _send_data(link: PeerLink, memory: SlotMemory, found: Header) -> int:
+def _send_data(link: PeerLink, memory: SlotMemory, found: Header, pace: Pace | None) -> int:
     """Its checksum: the one that came with a replica (so that bits that flip in memory are found too), else a new one."""
     known, crc = found.label.data_crc, 0
     if found.label.data_sum:
         known = 0
     for start in range(found.extent.data_offset, found.extent.total, PIECE_BYTES):
         end = min(start + PIECE_BYTES, found.extent.total)
-        link.send_file(memory.descriptor, start, end)
+        link.send_from(memory, start, end, pace)
         if known < 0:
             crc = zlib.crc32(memory.view[start:end], crc)
     return known if known >= 0 else crc
@@ -239,8 +242,9 @@ class Errand:
 class Partner:
     """Sends to one other node, one copy after the other; its thread lives until `close`."""
 
-    def __init__(self, peer: SlotPeer, pairs: SlotPairs, identity: Callable[[], Identity]) -> None:
+    def __init__(self, peer: SlotPeer, pairs: SlotPairs, identity: Callable[[], Identity], pace: Pace) -> None:
         self.peer = peer
+        self._pace = pace
         self._pairs = pairs
         self._identity = identity
         self._closed = False
@@ -274,4 +278,4 @@ class Partner:
             self._link = link  # before the look at `_closed`: one of the two threads sees what the other has done
             if self._closed:
                 raise ConnectionAbortedError(f"node {self.peer.node} is no partner any more")
-            replicate(link, self._pairs, errand.bundle, errand.stamp, errand.complete)
+            replicate(link, self._pairs, errand.bundle, errand.stamp, errand.complete, self._pace)

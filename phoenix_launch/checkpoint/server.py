@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 
 from phoenix_launch import channel
 from phoenix_launch.checkpoint import replication
+from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import SlotPairs, Standing
 from phoenix_launch.checkpoint.peer_link import Identity
 from phoenix_launch.checkpoint.replication import Partner
@@ -46,6 +47,7 @@ class Server:
         self._agent = agent
         self._settings = settings
         self._key = bytes.fromhex(settings.key)
+        self._pace = Pace(settings.bandwidth)
         self._changed = threading.Condition()
         self._stale = True  # the agent does not know yet what is kept
         self._rules = SlotRules(NO_GENERATION, 0, (), (), ())
@@ -76,7 +78,8 @@ class Server:
             self._follow(message)
 
     def identity(self) -> Identity:
-        return Identity(self._settings.job, self._key, self._settings.node, self.pairs.generation)
+        settings = self._settings
+        return Identity(settings.job, self._key, settings.node, self.pairs.generation, settings.encrypt)
 
     def partner(self, node: int) -> Partner | None:
         with self._changed:
@@ -84,7 +87,7 @@ class Server:
             if peer is None:
                 return None
             if peer not in self._partners:
-                self._partners[peer] = Partner(peer, self.pairs, self.identity)
+                self._partners[peer] = Partner(peer, self.pairs, self.identity, self._pace)
             return self._partners[peer]
 
     # --- the agent ---

@@ -152,6 +152,8 @@ class CheckpointLink:
                 port_low=bootstrap.port_low,
                 port_high=bootstrap.port_high,
                 memory=bootstrap.copy_memory,
+                bandwidth=bootstrap.replica_bandwidth,
+                encrypt=bootstrap.encrypt,
             )
         )
         return started

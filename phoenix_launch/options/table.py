@@ -134,6 +134,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("replicas", _C, _OWN, v.COUNT,
            "Copies in other failure domains of what only one of them holds; 0: a lost node's state is lost."),
     Option("replica-distance", _C, _OWN, v.COUNT_FROM_1, "The first of them is this many failure domains on."),
+    Option("replica-bandwidth", _C, _OWN, v.BANDWIDTH,
+           "Send replicas at no more than this many bytes a second from each node, such as 2G (0: no limit)."),
+    Option("encrypt", _C, _OWN, v.SWITCH, "Encipher what nodes send each other of the training state."),
     Option("copy-memory", _C, _OWN, v.SIZE, "At most this much memory of each node for copies (0: what is free)."),
 
     Option("log-dir", _P, _PET, v.FOLDER, "Where log files go instead of the job's folder; /dev/null: nowhere."),

@@ -87,6 +87,14 @@ def size(value: str) -> int:
     return int(float(found[1]) * UNITS.get(found[2].upper(), 1))
 
 
+def bandwidth(value: str) -> int:
+    """Bytes a second. Below a megabyte a second a replica would come to a standstill for its receiver."""
+    rate = size(value.removesuffix("/s"))
+    if 0 < rate < UNITS["M"]:
+        raise ValueError("must be 0, or at least 1M bytes a second")
+    return rate
+
+
 def interval(value: str) -> int:
     if value.strip() == "auto":
         return AUTO

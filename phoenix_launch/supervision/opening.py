@@ -142,5 +142,7 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         port_high=settings.port_range[1],
         simulated=not spec.host and job.joining is None,
         copy_memory=settings.copy_memory,
+        replica_bandwidth=settings.replica_bandwidth,
+        encrypt=settings.encrypt,
         slots_key=job.slots_key,
     )

@@ -7,16 +7,18 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from checkpoint_nodes import G1, G2, JOB, KEY, SECONDS, CheckpointNode, content, copy, layout, read
 
-from phoenix_launch.checkpoint import peer_link, replication
+from phoenix_launch.checkpoint import cipher, peer_link, replication
 from phoenix_launch.checkpoint.header import Extent
+from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Standing, Wish
-from phoenix_launch.checkpoint.peer_link import Identity, PeerLink
+from phoenix_launch.checkpoint.peer_link import Identity, Memory, PeerLink
 from phoenix_launch.checkpoint.replication import Errand, Partner
 from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
 from phoenix_launch.copies import SlotPeer, Stamp
@@ -176,9 +178,9 @@ def test_a_replica_is_the_same_in_every_byte() -> None:
 
 def test_a_partner_that_stands_still_is_given_up_at_once_when_it_is_no_partner_any_more() -> None:
     source: SlotPairs = sealed_pairs()
-    results: queue.SimpleQueue[str] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as door:
-        partner = Partner(SlotPeer(1, "127.0.0.1", int(door.getsockname()[1])), source, lambda: ME)
+        partner = Partner(SlotPeer(1, "127.0.0.1", int(door.getsockname()[1])), source, lambda: ME, Pace(0))
         partner.send(Errand(G1, "b", Stamp(G1, 3), -1, results.put))
         sock, _ = door.accept()
         with contextlib.closing(peer_link.answer(sock, ME, SECONDS, SECONDS)) as link:
@@ -213,8 +215,8 @@ def test_a_sender_of_an_older_generation_is_refused_and_may_still_fetch() -> Non
     assert target.kept()[1] == source.kept()[1]
 
 
-def fetch(host: Host, pairs: SlotPairs, version: int = 3) -> None:
-    link = peer_link.call("127.0.0.1", host.port, ME, SECONDS, SECONDS)
+def fetch(host: Host, pairs: SlotPairs, identity: Identity = ME, version: int = 3) -> None:
+    link = peer_link.call("127.0.0.1", host.port, identity, SECONDS, SECONDS)
     wish = Wish(writer="f", generation=G1, bundle="b", stamp=Stamp(G1, version), complete=-1, size=0)
     with contextlib.closing(link):
         replication.fetch(link, pairs, wish)
@@ -225,17 +227,16 @@ def test_bits_that_flip_on_the_way_are_never_sealed(place: str, monkeypatch: pyt
     source, target = sealed_pairs(), empty_pairs()
     extent = extent_in(source)
     flipped = {"table": 4096, "extras": extent.extras_offset, "data": extent.total - 1}[place]
-    send_file = PeerLink.send_file
+    send_from = PeerLink.send_from
 
-    def flip(link: PeerLink, descriptor: int, start: int, end: int) -> None:
+    def flip(link: PeerLink, memory: Memory, start: int, end: int, pace: Pace | None = None) -> None:
         if start <= flipped < end:
-            send_file(link, descriptor, start, flipped)
-            byte = os.pread(descriptor, 1, flipped)
-            peer_link._send(link._sock, bytes([byte[0] ^ 4]), SECONDS)
+            send_from(link, memory, start, flipped)
+            peer_link._send(link._sock, bytes([memory.view[flipped] ^ 4]), SECONDS)
             start = flipped + 1
-        send_file(link, descriptor, start, end)
+        send_from(link, memory, start, end)
 
-    monkeypatch.setattr(PeerLink, "send_file", flip)
+    monkeypatch.setattr(PeerLink, "send_from", flip)
     with Host(target, ME) as host, pytest.raises(SlotRefusedError, match="changed in memory or on its way"):
         send(host, source)
     assert isinstance(host.error, ProtocolError) and target.kept()[1] == ()
@@ -290,15 +291,15 @@ def test_a_sender_that_breaks_off_leaves_the_older_replica_as_it_was(
     target = empty_pairs()
     with Host(target, ME) as host:
         send(host, sealed_pairs(3))
-    send_file = PeerLink.send_file
+    send_from = PeerLink.send_from
 
-    def part(link: PeerLink, descriptor: int, start: int, end: int) -> None:
+    def part(link: PeerLink, memory: Memory, start: int, end: int, pace: Pace | None = None) -> None:
         if end > after:
-            send_file(link, descriptor, start, max(start, after))
+            send_from(link, memory, start, max(start, after))
             raise ConnectionAbortedError("killed")
-        send_file(link, descriptor, start, end)
+        send_from(link, memory, start, end)
 
-    monkeypatch.setattr(PeerLink, "send_file", part)
+    monkeypatch.setattr(PeerLink, "send_from", part)
     with Host(target, ME) as host, pytest.raises(ConnectionAbortedError):
         send(host, sealed_pairs(4), version=4)
     monkeypatch.undo()
@@ -333,3 +334,133 @@ def test_random_bytes_crash_nothing_and_leave_nothing_behind(
     eventually(lambda: nodes[0].threads() <= before, 10)
     assert read(link, 0)
     assert copy(link, 1, replicas=(1,)) == {}
+
+
+# --- encrypted -------------------------------------------------------------------------------------------------------
+
+SECRET = replace(ME, encrypt=True)
+
+
+class Relay:
+    """Sits between a caller and a host, and keeps what goes through; `wrap`: what it makes of its two sockets first."""
+
+    def __init__(self, port: int, wrap: Callable[[socket.socket, bool], socket.socket] = lambda sock, _: sock) -> None:
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.door.getsockname()[1])
+        self.seen = bytearray()
+        self._far, self._wrap = port, wrap
+        self.threads = [threading.Thread(target=self._run)]
+        self.threads[0].start()
+
+    def _run(self) -> None:
+        near, _ = self.door.accept()
+        far = socket.create_connection(("127.0.0.1", self._far))
+        with contextlib.suppress(OSError, ProtocolError):
+            near, far = self._wrap(near, False), self._wrap(far, True)
+        both = [threading.Thread(target=self._pump, args=pair) for pair in ((near, far), (far, near))]
+        self.threads += both
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join(SECONDS)
+        near.close()
+        far.close()
+
+    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                self.seen += data
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(other, socket.SHUT_RDWR)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.close()
+        for thread in self.threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("identity", [ME, SECRET], ids=["plain", "encrypted"])
+def test_an_encrypted_copy_is_the_same_and_nothing_of_it_is_seen_on_the_way(identity: Identity) -> None:
+    source, target = sealed_pairs(), empty_pairs()
+    with Host(target, identity) as host, Relay(host.port) as relay:
+        link = peer_link.call("127.0.0.1", relay.port, identity, SECONDS, SECONDS)
+        with contextlib.closing(link):
+            replication.replicate(link, source, "b", Stamp(G1, 3), -1)
+    with source.reading("b", Stamp(G1, 3)) as one, target.reading("b", Stamp(G1, 3)) as other:
+        assert one is not None and other is not None
+        end = extent_in(source).total
+        assert one.view[4096:end] == other.view[4096:end]
+        piece = bytes(one.view[end - 4096 : end - 4064])
+    assert len(relay.seen) > SIZE
+    assert (piece in relay.seen) is (identity is ME)
+    assert (b"extras" in relay.seen) is (identity is ME)
+
+
+def test_who_sits_between_two_ends_and_speaks_tls_with_both_is_found_out_by_them() -> None:
+    target = empty_pairs()
+
+    def wrap(sock: socket.socket, calling: bool) -> socket.socket:
+        return cipher.wrapped(sock, calling=calling, seconds=SECONDS)[0]
+
+    refused = pytest.raises(ProtocolError, match="does not know the job's key")
+    with Host(target, SECRET) as host, Relay(host.port, wrap) as relay, refused:
+        peer_link.call("127.0.0.1", relay.port, SECRET, SECONDS, SECONDS)
+    assert host.error is not None and target.kept()[1] == ()
+
+
+@pytest.mark.parametrize("plain", ["caller", "host"])
+def test_an_end_that_does_not_encrypt_is_refused(plain: str) -> None:
+    target = empty_pairs()
+    with Host(target, ME if plain == "host" else SECRET) as host, pytest.raises((ProtocolError, OSError)):
+        link = peer_link.call("127.0.0.1", host.port, ME if plain == "caller" else SECRET, 1.0, 1.0)
+        link.close()
+    assert host.error is not None and target.kept()[1] == ()
+
+
+def test_an_encrypted_copy_is_fetched_too() -> None:
+    target, source = empty_pairs(), sealed_pairs()
+    with Host(source, SECRET) as host:
+        fetch(host, target, SECRET)
+    assert target.kept()[1] == source.kept()[1]
+
+
+# --- pace ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_sends_no_faster_than_it_may_whoever_it_sends_to() -> None:
+    now = [100.0]
+    pace = Pace(1000, lambda: now[0])
+    assert [pace.sent(500), pace.sent(500)] == [0.5, 1.0]
+    now[0] += 10
+    assert pace.sent(100) == pytest.approx(0.1), "time that was not used is no credit"
+    assert Pace(0).sent(1 << 40) == 0.0
+
+
+def test_a_paced_copy_takes_its_time_and_is_whole() -> None:
+    source, target = sealed_pairs(), empty_pairs()
+    began = time.monotonic()
+    with Host(target, ME) as host:
+        link = peer_link.call("127.0.0.1", host.port, ME, SECONDS, SECONDS)
+        with contextlib.closing(link):
+            replication.replicate(link, source, "b", Stamp(G1, 3), -1, Pace(10 * SIZE))
+    assert 0.1 <= time.monotonic() - began < 1.0
+    assert target.kept()[1] == source.kept()[1]
+
+
+def test_a_paced_sender_leaves_at_once_when_the_link_is_shut() -> None:
+    link, far = socket.socketpair()
+    sender = PeerLink(link, b"key", calling=True, node=0, generation=G1, patience=SECONDS)
+    source = sealed_pairs()
+    with source.reading("b", Stamp(G1, 3)) as memory, far:
+        assert memory is not None
+        threading.Timer(0.2, sender.shut).start()
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            sender.send_from(memory, 0, 4096, Pace(100))
+        assert time.monotonic() - began < 5.0
+    sender.close()
