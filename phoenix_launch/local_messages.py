@@ -118,6 +118,8 @@ class FillSlot(Message, frozen=True):
     complete: int
     size: int  # bytes of memory
     expected: int = 0  # bytes that later versions will need, as far as is known
+    part: int = 0  # which slice this worker fills ...
+    parts: int = 1  # ... of so many; the others are filled by other workers of this node
 
 
 class SlotToFill(Message, frozen=True):

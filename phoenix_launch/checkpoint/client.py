@@ -51,12 +51,15 @@ class SlotsLink:
             self._sock.close()
             raise
 
-    def fill(self, bundle: str, stamp: Stamp, size: int, expected: int = 0) -> SlotWriter | None:
+    def fill(
+        self, bundle: str, stamp: Stamp, size: int, expected: int = 0, part: int = 0, parts: int = 1
+    ) -> SlotWriter | None:
         """Mapped memory of `size` bytes (`slots.slot_size`) for this copy; None when the node keeps it already.
 
-        `expected`: bytes that later versions will need. Raises NoRoomError when that does not fit into the node's memory.
+        `expected`: bytes that later versions will need; `part` of `parts`: which slice of it this worker fills. Raises
+        NoRoomError when it does not fit into the node's memory.
         """
-        channel.send(self._sock, FillSlot(self.generation, bundle, stamp, self.complete, size, expected))
+        channel.send(self._sock, FillSlot(self.generation, bundle, stamp, self.complete, size, expected, part, parts))
         answer, descriptors = self._answer(bundle, stamp)
         try:
             if isinstance(answer, SlotToFill):

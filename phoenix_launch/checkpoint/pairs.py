@@ -258,6 +258,15 @@ class SlotPairs:
         with contextlib.suppress(SlotRefusedError):
             self.seal(grant)
 
+    def discard(self, grant: Grant) -> None:
+        """Void, with its memory: somebody may go on storing into that."""
+        with self._changed:
+            place = self._granted(grant)
+            if place is not None:
+                place.drop()
+                self._changed.notify_all()
+        self._on_change()
+
     def _granted(self, grant: Grant) -> _Place | None:
         place = self._pairs[grant.wish.bundle].places[grant.index]
         return place if place.writer is grant.wish.writer and place.memory is grant.memory else None

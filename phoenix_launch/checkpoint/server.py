@@ -23,6 +23,7 @@ from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import SlotPairs, Standing
 from phoenix_launch.checkpoint.peer_link import Identity
 from phoenix_launch.checkpoint.replication import Partner
+from phoenix_launch.checkpoint.slices import SlicedFills
 from phoenix_launch.checkpoint.worker_connection import WorkerConnection
 from phoenix_launch.copies import SlotPeer
 from phoenix_launch.errors import PhoenixError, ProtocolError
@@ -56,6 +57,7 @@ class Server:
         self._told_of_strangers = False
         groups = ControlGroup()
         self.pairs = SlotPairs(settings.job, self._wake_reporter, lambda: memory_free(groups), settings.memory)
+        self.fills = SlicedFills(self.pairs)
         self._workers_door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._workers_door.bind(settings.socket)
         self._workers_door.listen(_BACKLOG)

@@ -94,6 +94,11 @@ class SlotWriter:
         self._begun = (label, extent)
         return self._view[extent.data_offset : extent.total]
 
+    def join(self, layout: Layout) -> memoryview:
+        """The data of a copy without extras that another worker begins and the server seals: this one fills a slice of it."""
+        extent = header.Extent(len(layout.table), 0, layout.size)
+        return self._view[extent.data_offset : extent.total]
+
     def seal(self, data_sum: str = "") -> None:
         """Every store to the data has ended before this is called (a device's copies are waited for).
 

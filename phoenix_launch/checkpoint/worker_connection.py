@@ -16,6 +16,7 @@ from phoenix_launch.checkpoint import replication
 from phoenix_launch.checkpoint.pairs import Grant, NoRoomError, SlotPairs, SlotRefusedError, Wish
 from phoenix_launch.checkpoint.peer_link import Identity
 from phoenix_launch.checkpoint.replication import Errand, Partner
+from phoenix_launch.checkpoint.slices import SlicedFills, Slices
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.local_messages import (
     CopySealed,
@@ -39,6 +40,7 @@ class Node(Protocol):
     """What a connection needs of its server."""
 
     pairs: SlotPairs
+    fills: SlicedFills
 
     def identity(self) -> Identity: ...
 
@@ -58,6 +60,7 @@ class WorkerConnection:
         self._pairs = node.pairs
         self._sending = threading.Lock()
         self._grants: dict[str, Grant] = {}
+        self._slices: dict[str, tuple[Slices, int]] = {}
 
     def serve(self) -> None:
         """Until the worker goes. What it has begun and not sealed is void then. Raises ProtocolError, OSError."""
@@ -80,6 +83,8 @@ class WorkerConnection:
             self._sock.close()
             for grant in self._grants.values():
                 self._pairs.abandon(grant)
+            for bundle in self._slices:
+                self._node.fills.leave(bundle)
 
     def _fill(self, asked: FillSlot) -> None:
         wish = Wish(
@@ -92,18 +97,33 @@ class WorkerConnection:
             expected=asked.expected,
         )
         try:
-            grant = self._pairs.begin(wish, _PATIENCE_SECONDS)
+            grant = self._granted(wish, asked)
         except SlotRefusedError as error:
             self._say(SlotRefused(asked.bundle, asked.stamp, error.message, isinstance(error, NoRoomError)))
             return
         if grant is None:
             self._say(SlotHeld(asked.bundle, asked.stamp))
             return
-        self._grants[asked.bundle] = grant
+        if asked.parts == 1:
+            self._grants[asked.bundle] = grant
         answer = SlotToFill(asked.bundle, asked.stamp, grant.index, grant.memory.serial)
         self._say(answer, grant.memory.descriptor)
 
+    def _granted(self, wish: Wish, asked: FillSlot) -> Grant | None:
+        if asked.parts == 1:
+            self._node.fills.leave(asked.bundle)
+            return self._pairs.begin(wish, _PATIENCE_SECONDS)
+        slices, grant = self._node.fills.join(wish, asked.parts, _PATIENCE_SECONDS)
+        if grant is not None:
+            self._slices[asked.bundle] = (slices, asked.part)
+        return grant
+
     def _sealed(self, said: SlotSealed) -> None:
+        slices, part = self._slices.get(said.bundle, (None, 0))
+        if slices is not None and slices.wish.stamp == said.stamp:
+            del self._slices[said.bundle]
+            slices.finished(part, partial(self._copied, said, self._node.identity().node), self._pairs)
+            return
         error = self._seal(said)
         self._copied(said, self._node.identity().node, error)
         for node in said.replicas:

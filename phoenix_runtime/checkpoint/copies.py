@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import bisect
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from phoenix_launch.job import commit
@@ -11,10 +13,15 @@ from phoenix_launch.messages import Ground
 
 @dataclass(frozen=True, slots=True)
 class OwnCopy:
-    """A slot of its node that a rank fills; the checkpoint server sends it on to the nodes in `replicas`."""
+    """A slot of its node that a rank fills; the checkpoint server sends it on to the nodes in `replicas`.
+
+    `part` of `parts`: what is sent nowhere may be filled by all of the node's holders together, a slice each.
+    """
 
     bundle: str
     replicas: tuple[int, ...] = ()
+    part: int = 0
+    parts: int = 1
 
 
 def copies_of(
@@ -27,10 +34,24 @@ def copies_of(
     node = ground.places[rank]
     found = []
     for bundle in holds:
+        here = [holder for holder in bundle.holders if ground.places[holder] == node]
+        plan = _plan(bundle, ground, avoided)
+        replicas = tuple(copy.node for copy in plan.filled_by(node) if copy.node != node)
         if commit.writer(bundle, node, ground.places) == rank:
-            plan = _plan(bundle, ground, avoided)
-            found.append(OwnCopy(bundle.key, tuple(copy.node for copy in plan.filled_by(node) if copy.node != node)))
+            found.append(OwnCopy(bundle.key, replicas, 0, 1 if replicas else len(here)))
+        elif not replicas:
+            found.append(OwnCopy(bundle.key, (), here.index(rank), len(here)))
     return tuple(found)
+
+
+def slice_of(sizes: Sequence[int], part: int, parts: int) -> range:
+    """Which tensors, by their sizes in bytes, belong to a slice: neighbours, about as many bytes in each."""
+    total = sum(sizes)
+    middles = [end - size / 2 for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    low, high = total * part / parts, total * (part + 1) / parts
+    first = bisect.bisect_left(middles, low)
+    last = len(sizes) if part == parts - 1 else bisect.bisect_left(middles, high)
+    return range(first, last)
 
 
 def nodes_of(bundle: commit.Bundle, ground: Ground, avoided: Collection[int] = ()) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ All of it runs on the copier's thread; others may `interrupt` it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.layout import Layout
 from phoenix_launch.checkpoint.pairs import NoRoomError, SlotRefusedError
-from phoenix_launch.checkpoint.slots import slot_size
+from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
 from phoenix_launch.copies import Stamp
 from phoenix_launch.messages import Ground, NoRoom
 from phoenix_launch.progress import CopyFigures
@@ -25,7 +26,7 @@ from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import Generation
 from phoenix_runtime import link
 from phoenix_runtime.checkpoint.bundles import Bundle, private_bundle
-from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of, nodes_of
+from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of, nodes_of, slice_of
 from phoenix_runtime.checkpoint.memory import SlotTargets, data_sum, entry, local
 from phoenix_runtime.checkpoint.private import Private, encoded
 from phoenix_runtime.fault_points import FAULT_POINTS
@@ -34,6 +35,7 @@ _PAUSE: Final = 0.1  # seconds before a server is asked again
 _PARTNER: Final = timeout("partner")
 _PARTNER_PAUSE: Final = 30.0  # seconds until a node that took no replica is asked again; doubled each time
 _LONGEST_PAUSE: Final = 960.0
+SLICED_BYTES: Final = 4096  # of a copy; a smaller one is filled by one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,9 @@ class Filler:
         Raises Left, CopyFailedError.
         """
         began = time.monotonic()
-        while True:
+        for attempt in itertools.count():
             try:
-                self._fill(order, self._connected(order), complete)
+                self._fill(order, self._connected(order), complete, sliced=attempt == 0)
                 return
             except _PartnerError as error:
                 order.check()
@@ -159,23 +161,26 @@ class Filler:
 
     # --- one try -----------------------------------------------------------------------------------------------------
 
-    def _fill(self, order: Order, slots: SlotsLink, complete: int) -> None:
+    def _fill(self, order: Order, slots: SlotsLink, complete: int, *, sliced: bool) -> None:
+        """`sliced`: together with other ranks of this node; who tries again writes the whole."""
         slots.complete = complete
-        stamp, own = order.stamp, self._own_copies(order)
+        stamp = order.stamp
         node = order.footing.ground.places[self._rank]
         parts = {part.key: part for part in self._parts(order)}
+        own = tuple([
+            copy if sliced and parts[copy.bundle].size >= SLICED_BYTES else replace(copy, parts=1)
+            for copy in self._own_copies(order)
+            if copy.part == 0 or not sliced or parts[copy.bundle].size >= SLICED_BYTES
+        ])  # fmt: skip
         copied = 0
         for copy in own:
             part = parts[copy.bundle]
             with self._telling(node):
-                writer = slots.fill(part.key, stamp, part.size, part.size + part.to_come)
+                writer = slots.fill(
+                    part.key, stamp, part.size, part.size + part.to_come, copy.part, copy.parts
+                )  # fmt: skip
             if writer is not None:
-                data = writer.begin(self._job, part.key, stamp, part.layout, part.extras)
-                self._targets.store(writer, data, part.layout, part.tensors, order.check, order.ready)
-                order.check()
-                FAULT_POINTS.reached("copying")
-                writer.seal(data_sum(data, order.check) if copy.replicas else "")
-                copied += part.size
+                copied += self._store(order, writer, part, copy)
             slots.sealed(part.key, stamp, copy.replicas)
         FAULT_POINTS.reached("sealed")
         for copy in own:
@@ -184,6 +189,22 @@ class Filler:
                     raise _failed(copy.bundle, where, error, own=where == node) from error
         FAULT_POINTS.reached("replicated")
         self._count(parts, own, copied)
+
+    def _store(self, order: Order, writer: SlotWriter, part: _Part, copy: OwnCopy) -> int:
+        """The bytes that it has written: all of the copy, sealed; or this rank's slice."""
+        sizes = [row.size for row in part.layout.tensors]
+        rows = slice_of(sizes, copy.part, copy.parts) if copy.parts > 1 else None
+        if copy.part == 0 or copy.parts == 1:
+            data = writer.begin(self._job, part.key, order.stamp, part.layout, part.extras)
+        else:
+            data = writer.join(part.layout)
+        self._targets.store(writer, data, part.layout, part.tensors, order.check, order.ready, rows)
+        order.check()
+        FAULT_POINTS.reached("copying")
+        if rows is not None:
+            return sum(sizes[rows.start : rows.stop])
+        writer.seal(data_sum(data, order.check) if copy.replicas else "")
+        return part.size
 
     def _count(self, parts: dict[str, _Part], own: tuple[OwnCopy, ...], copied: int) -> None:
         self._figures = CopyFigures(

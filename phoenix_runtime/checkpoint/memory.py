@@ -67,17 +67,20 @@ class SlotTargets:
         tensors: Sequence[Tensor],
         check: Callable[[], None],
         ready: Sequence[torch.Event] = (),
+        rows: range | None = None,
     ) -> None:
         """Copy all tensors (local parts) to their places in `data`; every store has ended when this returns.
 
         Args:
+            rows: only these.
             check: called between pieces, may raise to give up.
             ready: what other devices have to reach before their tensors may be read.
         """
         targets = self._targets(writer, data, layout)
+        part = slice(None) if rows is None else slice(rows.start, rows.stop)
         small: tuple[list[Tensor], list[Tensor]] = ([], [])
         elsewhere: list[tuple[Tensor, Tensor]] = []
-        for target, tensor, row in zip(targets, tensors, layout.tensors, strict=True):
+        for target, tensor, row in zip(targets[part], tensors[part], layout.tensors[part], strict=True):
             if not tensor.is_cpu:
                 elsewhere.append((target, tensor))
             elif row.size > _SMALL_BYTES and tensor.is_contiguous() and not tensor.is_conj():
