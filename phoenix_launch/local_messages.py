@@ -7,7 +7,7 @@ import msgspec
 from phoenix_launch.bootstrap import Command
 from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp, StartupCopy
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.messages import Ground, PlanPhase, Resumption, RuntimeReport
+from phoenix_launch.messages import Ground, NoRoom, PlanPhase, Resumption, RuntimeReport
 from phoenix_launch.wire import Generation, Message, checked
 
 
@@ -122,6 +122,12 @@ class FillSlot(Message, frozen=True):
     parts: int = 1  # ... of so many; the others are filled by other workers of this node
 
 
+class Demands(Message, frozen=True):
+    """What this worker is going to fill: bundle, bytes of a copy as far as is known, replicas on other nodes. Not answered."""
+
+    copies: tuple[tuple[str, int, int], ...]
+
+
 class SlotToFill(Message, frozen=True):
     """Fill the memory that comes along: slot `index` of the pair. `serial` names it, so that it is mapped once only."""
 
@@ -144,7 +150,7 @@ class SlotRefused(Message, frozen=True):
     bundle: str
     stamp: Stamp
     why: str
-    no_room: bool = False
+    no_room: NoRoom | None = None
 
 
 class SlotSealed(Message, frozen=True):
@@ -165,7 +171,7 @@ class CopySealed(Message, frozen=True):
     stamp: Stamp
     node: int
     error: str = ""
-    no_room: bool = False
+    no_room: NoRoom | None = None
 
 
 class ReadSlot(Message, frozen=True):
@@ -229,6 +235,7 @@ CheckpointLocal = (
     | SlotSealed
     | ReadSlot
     | SlotDamaged
+    | Demands
     | FromCheckpoint
 )
 WorkerLocal = WorkerReport | WorkerPlan

@@ -66,10 +66,14 @@ class ExitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoRoom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node has not enough memory for the copies that it is to keep. `why`: the arithmetic."""
+    """A node has not enough memory for the copies that it is to keep. `why`: the arithmetic; `need`: bytes; `limited`: by the
+    user's own limit; `replicas`: some of it is for other nodes."""
 
-    node: int
     why: str
+    node: int = -1
+    need: int = 0
+    limited: bool = False
+    replicas: bool = False
 
 
 class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -58,12 +58,22 @@ def test_without_copies_there_is_none() -> None:
 
 def test_a_node_without_room_for_the_copies_ends_the_job_with_the_arithmetic() -> None:
     full = job()
-    full.say(1, *(full.rank(rank, no_room=NoRoom(1, "copies need 2 GiB, 1 GiB is free")) for rank in full.here(1)))
+    short = NoRoom("copies need 2 GiB, 1 GiB is free", 1, 2 << 30, limited=False, replicas=True)
+    full.say(1, *(full.rank(rank, no_room=short) for rank in full.here(1)))
     assert full.phase() is Phase.STOPPING
     outcome = full.state.outcome
     assert outcome is not None and outcome.exit_code == EXIT_DO_NOT_REQUEUE
     name = full.state.members[1].name
-    assert outcome.text == (
-        f"the training state does not fit into {name}'s memory twice: copies need 2 GiB, 1 GiB is free"
+    assert outcome.text == f"the copies of the training state do not fit on {name}: copies need 2 GiB, 1 GiB is free"
+    assert "fewer ranks on a node" in outcome.hint and "--replicas 0" in outcome.hint
+
+
+def test_the_hint_names_the_users_own_limit_and_nothing_that_does_not_help() -> None:
+    full = job()
+    short = NoRoom("copies need 2 GiB, --copy-memory allows 1 GiB", 1, 2 << 30, limited=True)
+    full.say(1, *(full.rank(rank, no_room=short) for rank in full.here(1)))
+    outcome = full.state.outcome
+    assert outcome is not None
+    assert outcome.hint == (
+        "--copy-memory of at least 2 GiB, or --snapshot-interval 0 (no copies: a failure starts the script again)"
     )
-    assert "--replicas 0" in outcome.hint and "--snapshot-interval 0" in outcome.hint

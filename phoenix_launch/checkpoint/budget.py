@@ -35,8 +35,19 @@ class Demand:
         return self.total - self.present
 
 
-def shortage(demands: Iterable[Demand], free: float, limit: int = 0) -> str:
-    """The arithmetic, as one line, when the pairs do not fit; empty when they do.
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """`words`: the arithmetic, as one line; `need`: bytes that all pairs take in the end; `limited`: the user's own limit is
+    what is too small, and not the memory; `replicas`: some of it is for other nodes."""
+
+    words: str
+    need: int
+    limited: bool
+    replicas: bool
+
+
+def shortage(demands: Iterable[Demand], free: float, limit: int = 0) -> Shortage | None:
+    """What is wrong when the pairs do not fit; None when they do.
 
     Args:
         free: bytes that this node could still allocate.
@@ -48,14 +59,16 @@ def shortage(demands: Iterable[Demand], free: float, limit: int = 0) -> str:
     if limit:
         room = min(room, limit - present)
     if missing <= room:
-        return ""
+        return None
     own, replicas = (sum(pair.total for pair in pairs if pair.replica is kind) for kind in (False, True))
     kinds = [f"{SLOTS} x {size_named(own // SLOTS)} for its own ranks"]
     if replicas:
         kinds.append(f"{SLOTS} x {size_named(replicas // SLOTS)} for replicas of other nodes")
     there = f"of which {size_named(present)} are there, " if present else ""
-    bound = f"--copy-memory allows {size_named(limit)}" if limit and limit < free + present else ""
-    return (
+    limited = bool(limit) and limit < free + present
+    bound = f"--copy-memory allows {size_named(limit)}" if limited else ""
+    words = (
         f"copies in memory need {size_named(own + replicas)} ({' + '.join(kinds)}), {there}"
         f"{bound or f'{size_named(max(0.0, free))} are free and {size_named(RESERVE_BYTES)} of it are not touched'}"
     )
+    return Shortage(words, own + replicas, limited, replicas > 0)

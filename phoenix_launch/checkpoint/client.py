@@ -16,6 +16,7 @@ from phoenix_launch.copies import Stamp
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import (
     CopySealed,
+    Demands,
     FillSlot,
     FromCheckpoint,
     ReadSlot,
@@ -26,6 +27,7 @@ from phoenix_launch.local_messages import (
     SlotToFill,
     SlotToRead,
 )
+from phoenix_launch.messages import NoRoom
 from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import Generation
 
@@ -67,6 +69,10 @@ class SlotsLink:
             return None
         finally:
             _close(descriptors)
+
+    def announce(self, copies: Iterable[tuple[str, int, int]]) -> None:
+        """What this worker is going to fill: bundle, bytes of a copy, replicas on other nodes."""
+        channel.send(self._sock, Demands(tuple(copies)))
 
     def sealed(self, bundle: str, stamp: Stamp, replicas: tuple[int, ...] = ()) -> None:
         """Say that the copy is whole, and to which other nodes it has to go; `copied` waits for that."""
@@ -151,8 +157,10 @@ class SlotsLink:
         return message, descriptors
 
 
-def _refusal(why: str, no_room: bool) -> SlotRefusedError:
-    return NoRoomError(why) if no_room else SlotRefusedError(why)
+def _refusal(why: str, short: NoRoom | None) -> SlotRefusedError:
+    if short is None:
+        return SlotRefusedError(why)
+    return NoRoomError(short.why, short.need, limited=short.limited, replicas=short.replicas)
 
 
 def _close(descriptors: Iterable[int]) -> None:

@@ -8,18 +8,22 @@ not know yet, goes on storing into memory that nobody else will ever look at.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from phoenix_launch.checkpoint.budget import Demand, shortage
+from phoenix_launch.checkpoint.budget import Demand, Shortage, shortage
 from phoenix_launch.checkpoint.slots import SlotMemory, memory_size
 from phoenix_launch.copies import KeptSlot, Slot, Stamp
 from phoenix_launch.errors import PhoenixError
 from phoenix_launch.job import commit
 from phoenix_launch.wire import NO_GENERATION, Generation
+
+_ANNOUNCE_SECONDS: Final = 3.0  # in which all of a node's workers come to their first step, once one of them has
 
 
 class SlotRefusedError(PhoenixError):
@@ -28,6 +32,11 @@ class SlotRefusedError(PhoenixError):
 
 class NoRoomError(SlotRefusedError):
     """The copies do not fit into a node's memory: to ask again is of no use. The message is the arithmetic."""
+
+    def __init__(self, message: str, need: int = 0, *, limited: bool = False, replicas: bool = False) -> None:
+        """As `budget.Shortage` has it."""
+        super().__init__(message)
+        self.need, self.limited, self.replicas = need, limited, replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,9 @@ class _Place:
     writer: object = None
     readers: int = 0
 
+    def is_smaller(self, size: int) -> bool:
+        return self.memory is None or self.memory.size < size
+
     def drop(self) -> None:
         self.memory, self.slot, self.writer = None, None, None
 
@@ -109,6 +121,8 @@ class SlotPairs:
         self.job = job
         self._on_change = on_change
         self._free, self._limit = free, limit
+        self.workers = 0  # how many this node has
+        self._announced: dict[object, tuple[tuple[str, int, int], ...]] = {}
         self._pairs: dict[str, _Pair] = {}
         self._standing = Standing()
         self._changed = threading.Condition()
@@ -158,13 +172,14 @@ class SlotPairs:
             pair.generation = wish.generation  # before anything is waited for: `_forget_others` lets it alone
             index = self._slot_for(wish, pair, deadline)
             self._forget_others(wish)
+            pair.slot_bytes, pair.replica = memory_size(max(wish.size, wish.expected)), wish.replica
+            if index is not None and pair.places[index].is_smaller(wish.size):
+                self._check_room(min(deadline, time.monotonic() + _ANNOUNCE_SECONDS))
+                index = self._slot_for(wish, pair, deadline)  # others may have come meanwhile
             if index is None:
                 return None
             place = pair.places[index]
-            pair.slot_bytes, pair.replica = memory_size(max(wish.size, wish.expected)), wish.replica
-            grows = place.memory is None or place.memory.size < wish.size
-            if grows:
-                self._check_room()
+            grows = place.is_smaller(wish.size)
             place.slot, place.writer = None, wish.writer
             if grows:
                 place.memory = None
@@ -197,11 +212,39 @@ class SlotPairs:
         if wish.stamp.generation > wish.generation or not current.lineage.loadable(wish.stamp):
             raise SlotRefusedError(f"version {wish.stamp.version} of {wish.stamp.generation} is void")
 
-    def _check_room(self) -> None:
-        """Before a slot gets more memory. Raises NoRoomError."""
-        words = shortage((pair.demand for pair in self._pairs.values()), self._free(), self._limit)
-        if words:
-            raise NoRoomError(words)
+    def announce(self, writer: object, demands: Iterable[tuple[str, int, int]]) -> None:
+        """What a worker is going to fill: bundle, bytes of a copy, and how many replicas of it go to other nodes."""
+        with self._changed:
+            self._announced[writer] = tuple(demands)
+            self._changed.notify_all()
+
+    def forget_writer(self, writer: object) -> None:
+        with self._changed:
+            self._announced.pop(writer, None)
+
+    def _check_room(self, deadline: float) -> None:
+        """Before a slot gets more memory. What does not fit is looked at again when all workers have said what they need, so
+        that the arithmetic is whole. Raises NoRoomError."""
+        if self._shortage() is None:
+            return
+        self._changed.wait_for(lambda: len(self._announced) >= self.workers, max(0.0, deadline - time.monotonic()))
+        if self._shortage() is None:
+            return
+        found = self._shortage(as_given=True)
+        assert found is not None
+        raise NoRoomError(found.words, found.need, limited=found.limited, replicas=found.replicas)
+
+    def _shortage(self, *, as_given: bool = False) -> Shortage | None:
+        """`as_given`: with as many replicas of others (none is here yet) as this node gives away: so it is in a ring."""
+        demands = {bundle: pair.demand for bundle, pair in self._pairs.items()}
+        sent = 0
+        for bundle, size, replicas in itertools.chain.from_iterable(self._announced.values()):
+            known = demands.get(bundle, Demand(0, 0))
+            demands[bundle] = replace(known, slot=max(known.slot, memory_size(size)))
+            sent += replicas * memory_size(size)
+        if as_given and not any(demand.replica for demand in demands.values()):
+            demands[""] = Demand(sent, 0, replica=True)
+        return shortage(demands.values(), self._free(), self._limit)
 
     def _forget_others(self, wish: Wish) -> None:
         """What this generation does not copy to here any more goes as soon as a later version is complete."""

@@ -29,6 +29,7 @@ from phoenix_launch.checkpoint.peer_link import PIECE_BYTES, Identity, PeerLink
 from phoenix_launch.checkpoint.slots import SlotMemory
 from phoenix_launch.copies import SlotPeer, Stamp
 from phoenix_launch.errors import PhoenixError, ProtocolError
+from phoenix_launch.messages import NoRoom
 from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import Generation, Message, encode
 
@@ -62,7 +63,7 @@ class Held(Message, frozen=True):
 
 class Refusal(Message, frozen=True):
     why: str
-    no_room: bool = False
+    no_room: NoRoom | None = None
 
 
 class Sums(Message, frozen=True):
@@ -166,7 +167,11 @@ def _take(link: PeerLink, pairs: SlotPairs, offer: Offer, wish: Wish) -> None:
     try:
         grant = pairs.begin(wish, WAIT_SECONDS)
     except SlotRefusedError as error:
-        _say(link, Refusal(error.message, isinstance(error, NoRoomError)))
+        short = error if isinstance(error, NoRoomError) else None
+        found = (
+            NoRoom(short.message, need=short.need, limited=short.limited, replicas=short.replicas) if short else None
+        )
+        _say(link, Refusal(error.message, found))
         raise
     if grant is None:
         _say(link, Held())
@@ -220,8 +225,8 @@ def _hear(link: PeerLink, *kinds: type[M]) -> M:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed message between checkpoint servers: {error}") from None
     if isinstance(message, Refusal):
-        if message.no_room:
-            raise NoRoomError(message.why)
+        if (short := message.no_room) is not None:
+            raise NoRoomError(short.why, short.need, limited=short.limited, replicas=short.replicas)
         raise SlotRefusedError(f"refused by the other node: {message.why}")
     if not isinstance(message, kinds):
         raise ProtocolError(f"a {type(message).__name__} came between checkpoint servers where none may come")

@@ -108,6 +108,7 @@ class Server:
             for peer in self._partners.keys() - set(rules.peers):
                 self._partners.pop(peer).close()
             self._changed.notify_all()
+        self.pairs.workers = len(rules.workers)
         self.pairs.follow(Standing(rules.generation, rules.resume, Lineage(rules.lineage)))
 
     def _wake_reporter(self) -> None:

@@ -20,6 +20,7 @@ from phoenix_launch.copies import Stamp
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
 _POPULATE_BYTES: Final = 16 << 20  # at a time: madvise holds the interpreter's lock, and a thread waits for it
 _HUGE_PAGE_BYTES: Final = 2 << 20
+_LARGE_BYTES: Final = 64 << 20  # whole huge pages from here on: what they waste is little then
 _GRAIN_BYTES: Final = 64 << 10  # of small slots: extras that grow a little still fit
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _serials = itertools.count(1)
@@ -27,7 +28,7 @@ _serials = itertools.count(1)
 
 def memory_size(size: int) -> int:
     """Bytes of memory that a copy of `size` bytes takes."""
-    return aligned(size, _HUGE_PAGE_BYTES if size >= _HUGE_PAGE_BYTES else _GRAIN_BYTES)
+    return aligned(size, _HUGE_PAGE_BYTES if size >= _LARGE_BYTES else _GRAIN_BYTES)
 
 
 def populate(mapping: mmap.mmap) -> None:

@@ -20,6 +20,7 @@ from phoenix_launch.checkpoint.slices import SlicedFills, Slices
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.local_messages import (
     CopySealed,
+    Demands,
     FillSlot,
     FromCheckpoint,
     ReadSlot,
@@ -30,10 +31,18 @@ from phoenix_launch.local_messages import (
     SlotToFill,
     SlotToRead,
 )
+from phoenix_launch.messages import NoRoom
 from phoenix_launch.timeouts import timeout
 
 _PATIENCE_SECONDS: Final = timeout("slot_piece")
 _TIMEVAL: Final = struct.Struct("@ll")
+
+
+def no_room(error: Exception | None) -> NoRoom | None:
+    """As it travels."""
+    if not isinstance(error, NoRoomError):
+        return None
+    return NoRoom(error.message, need=error.need, limited=error.limited, replicas=error.replicas)
 
 
 class Node(Protocol):
@@ -77,10 +86,13 @@ class WorkerConnection:
                     self._read(message)
                 elif isinstance(message, SlotDamaged):
                     self._pairs.forget(message.bundle, message.stamp)
+                elif isinstance(message, Demands):
+                    self._pairs.announce(self, message.copies)
                 else:
                     raise ProtocolError(f"a worker sent a {type(message).__name__} to its checkpoint server")
         finally:
             self._sock.close()
+            self._pairs.forget_writer(self)
             for grant in self._grants.values():
                 self._pairs.abandon(grant)
             for bundle in self._slices:
@@ -99,7 +111,7 @@ class WorkerConnection:
         try:
             grant = self._granted(wish, asked)
         except SlotRefusedError as error:
-            self._say(SlotRefused(asked.bundle, asked.stamp, error.message, isinstance(error, NoRoomError)))
+            self._say(SlotRefused(asked.bundle, asked.stamp, error.message, no_room(error)))
             return
         if grant is None:
             self._say(SlotHeld(asked.bundle, asked.stamp))
@@ -191,7 +203,7 @@ class WorkerConnection:
         """Called by partners' threads as well: a worker that is gone by then does not matter."""
         words = "" if error is None else str(error) or type(error).__name__
         with contextlib.suppress(OSError):
-            self._say(CopySealed(said.bundle, said.stamp, node, words, isinstance(error, NoRoomError)))
+            self._say(CopySealed(said.bundle, said.stamp, node, words, no_room(error)))
 
     def _say(self, message: FromCheckpoint, *descriptors: int) -> None:
         with self._sending:

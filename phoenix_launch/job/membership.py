@@ -31,7 +31,7 @@ from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, 
 from phoenix_launch.job.transition import silent_since
 from phoenix_launch.messages import NodeReport, NoRoom
 from phoenix_launch.wire import Generation
-from phoenix_launch.wording import ranks_named
+from phoenix_launch.wording import ranks_named, size_named
 
 UNHEARD_SECONDS: Final = 1.0  # after a stop request: workers that were to be started may not have been heard of
 HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
@@ -298,10 +298,15 @@ class _Transition(Starting):
         return Outcome(exit_code=EXIT_DO_NOT_REQUEUE, text=text, hint=hint)
 
     def _no_room(self, found: NoRoom) -> Outcome:
+        name = self.state.members[found.node].name
+        ways = [f"--copy-memory of at least {size_named(found.need)}" if found.limited else "fewer ranks on a node"]
+        if found.replicas and self.state.rules.replicas:
+            ways.append("--replicas 0 (a lost node's state is lost then)")
+        ways.append("--snapshot-interval 0 (no copies: a failure starts the script again)")
         return Outcome(
             exit_code=EXIT_DO_NOT_REQUEUE,
-            text=f"the training state does not fit into {self.state.members[found.node].name}'s memory twice: {found.why}",
-            hint="fewer ranks on a node, --replicas 0 (a lost node's state is lost then), or --snapshot-interval 0 (no copies)",
+            text=f"the copies of the training state do not fit on {name}: {found.why}",
+            hint=", or ".join(ways),
         )
 
     def _settle_stopping(self) -> None:

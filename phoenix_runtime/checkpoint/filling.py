@@ -118,6 +118,7 @@ class Filler:
         self._avoided: dict[int, tuple[float, float]] = {}  # by node: until when, and for how long
         self._targets = SlotTargets()
         self._figures = CopyFigures()
+        self._announced: tuple[tuple[str, int, int], ...] = ()  # to the server that it is connected to
 
     def fill(self, order: Order, complete: int) -> None:
         """Until all copies that this rank fills are sealed. A server that was restarted has lost them: then once more.
@@ -172,6 +173,10 @@ class Filler:
             for copy in self._own_copies(order)
             if copy.part == 0 or not sliced or parts[copy.bundle].size >= SLICED_BYTES
         ])  # fmt: skip
+        demands = tuple((c.bundle, parts[c.bundle].size + parts[c.bundle].to_come, len(c.replicas)) for c in own)
+        if demands != self._announced:
+            slots.announce(demands)
+            self._announced = demands
         copied = 0
         for copy in own:
             part = parts[copy.bundle]
@@ -247,6 +252,7 @@ class Filler:
             node = order.footing.ground.places[self._rank]
             made = SlotsLink(order.footing.slots, self._job, node)
             made.generation = order.footing.generation
+            self._announced = ()
             with self._lock:
                 self._link = made
         order.check()
@@ -269,7 +275,8 @@ class Filler:
         try:
             yield
         except NoRoomError as error:
-            self._no_room(NoRoom(node, error.message if error.__cause__ is None else str(error.__cause__)))
+            short = error.__cause__ if isinstance(error.__cause__, NoRoomError) else error
+            self._no_room(NoRoom(short.message, node, short.need, short.limited, short.replicas))
             raise
 
 

@@ -229,3 +229,27 @@ def test_copies_that_a_generation_no_longer_makes_here_go_when_a_later_version_i
     assert [(kept.bundle, kept.slot.stamp.version) for kept in pairs.kept()[1]] == [("b", 3), ("b", 4), ("gone", 3)]
     sealed(pairs, wish(5, generation=G2, complete=4))
     assert [(kept.bundle, kept.slot.stamp.version) for kept in pairs.kept()[1]] == [("b", 5), ("b", 4)]
+
+
+def test_the_arithmetic_waits_for_all_workers_of_the_node_and_counts_replicas_like_those_it_gives() -> None:
+    unit = SlotMemory(1).size
+    pairs = SlotPairs("job", free=lambda: 1e12, limit=unit)
+    pairs.workers = 2
+    pairs.follow(Standing(G1))
+    pairs.announce("w", [("b", 100, 1)])
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(pairs.begin, wish(0), SECONDS)
+        pairs.announce("another", [("c", unit, 0), ("d", unit, 1)])
+        with pytest.raises(NoRoomError) as found:
+            waiting.result(SECONDS)
+    error = found.value
+    assert (error.need, error.limited, error.replicas) == (2 * 3 * unit + 2 * 2 * unit, True, True)
+
+
+def test_what_a_worker_that_is_gone_wanted_does_not_count() -> None:
+    unit = SlotMemory(1).size
+    pairs = SlotPairs("job", free=lambda: 1e12, limit=2 * unit)
+    pairs.follow(Standing(G1))
+    pairs.announce("gone", [("c", 100 * unit, 1)])
+    pairs.forget_writer("gone")
+    sealed(pairs, wish(0))

@@ -303,6 +303,7 @@ def test_a_node_without_room_is_named_with_its_arithmetic_and_not_asked_again(
     assert rank.state.step == 0
     (found,) = rank.no_room
     assert found.node == 0 and "copies in memory need" in found.why and "--copy-memory allows 2 MiB" in found.why
+    assert found.limited and found.need > 2 << 20
 
 
 def test_a_partner_without_room_is_named_too(

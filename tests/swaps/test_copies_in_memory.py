@@ -34,9 +34,9 @@ def test_a_state_that_does_not_fit_into_memory_ends_the_job_with_the_arithmetic(
     done = jobs_under_test.run(tmp_path, *args, seconds=120)
     assert done.code == EXIT_DO_NOT_REQUEUE, done.err
     last = done.err.splitlines()[-2:]
-    assert "exit code 93: the training state does not fit into node" in last[0]
+    assert "exit code 93: the copies of the training state do not fit on node" in last[0]
     assert "copies in memory need" in last[0] and "--copy-memory allows 300 KiB" in last[0]
-    assert last[1].startswith("  hint: ") and "--replicas 0" in last[1]
+    assert last[1].startswith("  hint: --copy-memory of at least ")
     assert "Traceback" not in done.err
 
 
