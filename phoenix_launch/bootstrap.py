@@ -91,4 +91,6 @@ class AgentBootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port_low: int = 0  # --port-range, 0: any
     port_high: int = 0
     simulated: bool = False
+    checkpoint_dir: str = ""  # --checkpoint-dir, empty: none
+    keep: int = 2  # --keep
     slots_key: str = ""  # by which checkpoint servers of this job know each other, hexadecimal; empty: there are none

@@ -200,6 +200,7 @@ class WorkerPlan(Message, frozen=True):
     sources: tuple[Source, ...] = ()  # for this rank
     startup: StartupCopy | None = None
     leave: bool = False  # all scripts are over: it need not wait any longer
+    published: Stamp | None = None  # this checkpoint on disk was made visible, or cannot be
 
 
 FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead

@@ -81,6 +81,7 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outside: str = ""  # why it cannot be repaired in place, whatever comes: a collective outside of a step was aborted
     leaving: bool = False  # its script is over, it waits for the others
     finished: int = -1  # steps that it has finished then
+    written: Stamp | None = None  # rank 0: a checkpoint that is whole on disk, with the generation that has written it
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +99,14 @@ class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: Generation
     address: str
     port: int
+    error: str = ""
+
+
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of a checkpoint on disk that was to be made visible. `error`: why it is not."""
+
+    stamp: Stamp
+    path: str
     error: str = ""
 
 
@@ -120,6 +129,7 @@ class NodeReport(Message, frozen=True):
     offered: Generation = NO_GENERATION  # nobody of an older generation writes to its slots any more; they are:
     kept: tuple[KeptSlot, ...] = ()
     slots: SlotPeer | None = None  # where its checkpoint server is
+    published: Published | None = None  # the last checkpoint on disk that it was told to make visible
 
 
 class PeerProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -213,6 +223,7 @@ class NodePlan(Message, frozen=True):
     resumption: Resumption | None = None
     ground: Ground | None = None  # None: nobody of this job knows the runtime
     leave: bool = False  # all scripts are over: who waits for the others may end
+    publish: Stamp | None = None  # make this checkpoint on disk visible, which rank 0 here has reported as whole
 
 
 class Probe(Message, frozen=True):

@@ -24,6 +24,7 @@ from phoenix_launch.wire import Generation
 from phoenix_runtime import link
 from phoenix_runtime.checkpoint import bundles, restore
 from phoenix_runtime.checkpoint.copier import Copier, Footing
+from phoenix_runtime.checkpoint.disk import Disk
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.backend import PhoenixBackend
 from phoenix_runtime.communicators.gate import StepAborted
@@ -72,8 +73,9 @@ class Swaps:
         rank: int,
         world: int,
         check: Callable[[], None],
+        disk: Disk | None = None,
     ) -> None:
-        self._backend, self._control, self._copier = backend, control, copier
+        self._backend, self._control, self._copier, self._disk = backend, control, copier, disk
         self._rank, self._world, self._check = rank, world, check
         first = control.plan
         self.generation = first.generation  # whose communicators this process has; a replacement: will have
@@ -106,6 +108,8 @@ class Swaps:
             if self.alone:
                 self._results.begin_to_pass()
             link.report(step=state.step)
+        elif self._state is None and self._disk is not None and self._disk.load_into(state):
+            link.report(step=state.step)
 
     def begin(self, state: TrainState) -> None:
         """What the script did since it made the state is undone: it did so before its predecessor's first step, too."""
@@ -118,6 +122,8 @@ class Swaps:
             return
         if self._inherits is not None:
             self._load(state)
+        elif self._disk is not None:
+            self._disk.load_into(state)
         self._state, self._inherits = state, None
         try:
             self._resume(self._control.wait_for(can_copy, timeout("copies_ready")), state.step)
@@ -314,6 +320,8 @@ class Swaps:
 
     def _resume(self, plan: WorkerPlan, version: int) -> None:
         assert plan.ground is not None
+        if self._disk is not None:
+            self._disk.durable.resume(version)
         self._copier.resume(Footing(plan.generation, plan.ground, version, plan.slots))
 
     def _record(self) -> bytes:
@@ -357,14 +365,20 @@ class Swaps:
 
     def leave(self) -> None:
         """The script is over: wait for all others."""
+        if self._disk is not None:
+            self._disk.finish(timeout("last_checkpoint"))
         self._control.report(leaving=True, finished=0 if self._state is None else self._state.step)
         FAULT_POINTS.reached("leave")
         with contextlib.suppress(AgentGoneError):
             self._control.wait_for(lambda plan: plan.leave)
         self._copier.end()
+        if self._disk is not None:
+            self._disk.durable.end()
 
     def stop(self) -> None:
         """The script has failed: no thread of this process goes on."""
         if not self.alone:
             self._backend.abort(RuntimeError("the script has failed"), timeout("abort"))
         self._copier.end()
+        if self._disk is not None:
+            self._disk.durable.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phoenix_launch.copies import StartupCopy
+from phoenix_launch.copies import Stamp, StartupCopy
 from phoenix_launch.job import holding
 from phoenix_launch.job.commit import Lineage
 from phoenix_launch.job.placement import RankPlace
@@ -35,6 +35,7 @@ class Wish:
     lineage: Lineage = field(default_factory=Lineage)
     ground: Ground | None = None
     leave: bool = False  # all scripts are over
+    publish: Stamp | None = None  # a checkpoint on disk
 
     @property
     def stage(self) -> int:
@@ -66,7 +67,7 @@ def wish_for(state: State, index: int) -> Wish:
             return Wish(
                 generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace,
                 born=_born(state, places), recovery=state.recovery, lineage=state.lineage,
-                ground=ground(state), leave=state.leave,
+                ground=ground(state), leave=state.leave, publish=to_publish(state, index),
             )  # fmt: skip
     return Wish(generation, PlanPhase.PARK, lineage=state.lineage, ground=ground(state))
 
@@ -86,6 +87,16 @@ def _swap_wish(state: State, index: int) -> Wish:
 def _born(state: State, places: tuple[RankPlace, ...]) -> dict[int, Generation]:
     born = {place.rank: state.holders[place.rank].born for place in places if place.rank in state.holders}
     return {rank: generation for rank, generation in born.items() if generation < state.generation}
+
+
+def to_publish(state: State, index: int) -> Stamp | None:
+    """The checkpoint that rank 0, on this node, says is whole on disk. Of an older generation than the job's it may be
+    whole or not: whoever was replaced may still be writing."""
+    holder = state.holders.get(0)
+    if holder is None or holder.node != index or holder.runtime is None:
+        return None
+    written = holder.runtime.written
+    return written if written is not None and written.generation == state.generation else None
 
 
 def ground(state: State) -> Ground | None:

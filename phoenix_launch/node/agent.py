@@ -251,8 +251,9 @@ class Agent:
             return
         ranks, support = self._workers.rank_reports(), self._workers.support
         report = node_report(
-            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer
-        )
+            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer,
+            support.published,
+        )  # fmt: skip
         if due or is_news(report, self._said):
             self._said, self._said_at, self._sequence = report, now, report.seq
             self._link.send(report, self._generation)

@@ -58,7 +58,9 @@ def keeps_store(plan: NodePlan) -> bool:
     return plan.phase in _HAS_WORKERS and plan.resumption is not None
 
 
-def worker_plan(plan: NodePlan | None, member: Member, node: int, slots: str) -> WorkerPlan | None:
+def worker_plan(
+    plan: NodePlan | None, member: Member, node: int, slots: str, published: Stamp | None = None
+) -> WorkerPlan | None:
     """What this worker is to be told now; None: nothing new. `slots`: the path of the checkpoint server's socket."""
     if plan is None or (order := order_for(plan, member)) is None:
         return None
@@ -73,6 +75,7 @@ def worker_plan(plan: NodePlan | None, member: Member, node: int, slots: str) ->
         order.sources,
         order.startup,
         plan.leave,
+        published if order.rank == 0 else None,
     )
 
 

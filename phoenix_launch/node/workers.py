@@ -38,6 +38,7 @@ from phoenix_launch.node.output import OutputPump, SpareLabel, WorkerLabel
 from phoenix_launch.node.owned_processes import OwnedProcesses
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.process import NodeProcess, read_error_file
+from phoenix_launch.node.publisher import Publisher
 from phoenix_launch.node.report import rank_report
 from phoenix_launch.node.runtime_support import RuntimeSupport
 from phoenix_launch.node.state import NodeState
@@ -98,7 +99,8 @@ class Workers:
             lambda reason: state.on_fork_server_gone(reason, clock.now),
         )
         checkpoint = CheckpointLink(loop, bootstrap, address, runtime, self._owned, self._endings, pump, clock, remark)
-        self.support = RuntimeSupport(loop, bootstrap.index, runtime, state, checkpoint, remark)
+        publisher = Publisher(loop, bootstrap.checkpoint_dir, bootstrap.job, bootstrap.keep, remark)
+        self.support = RuntimeSupport(loop, bootstrap.index, runtime, state, checkpoint, publisher, remark)
         self._groups = ControlGroup()
         self._oom = OomWatch(self._groups.oom_kills())
 

@@ -141,5 +141,7 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         port_low=settings.port_range[0],
         port_high=settings.port_range[1],
         simulated=not spec.host and job.joining is None,
+        checkpoint_dir=os.path.abspath(settings.checkpoint_dir) if settings.checkpoint_dir else "",
+        keep=settings.keep,
         slots_key=job.slots_key,
     )

@@ -104,11 +104,11 @@ def bundled(state: TrainState, rank: int, world: int) -> list[Bundle]:
     found: dict[tuple[int, ...], Bundle] = {}
     structure = _Structure(state, rank, world)
     for name, tensor, word, holders in structure.tensors():
-        bundle = found.setdefault(holders, Bundle(_key(holders), holders))
+        bundle = found.setdefault(holders, Bundle(key_of(holders), holders))
         bundle.tensors.append((name, tensor))
         bundle.words.append(word)
     for holders in structure.to_come():
-        found.setdefault(holders, Bundle(_key(holders), holders))
+        found.setdefault(holders, Bundle(key_of(holders), holders))
     _found[state] = _Found(rank, world, _last_mark, seen, list(found.values()))
     return _found[state].bundles
 
@@ -234,7 +234,7 @@ def _alike(tensor: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _key(holders: tuple[int, ...]) -> str:
+def key_of(holders: tuple[int, ...]) -> str:
     """rank 2, ranks 0-3, ranks 0-1,4-5; the many of a large job by their first, their number and a digest."""
     if len(holders) == 1:
         return f"rank {holders[0]}"

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,24 @@ class Footing:
     slots: str  # path of the node's checkpoint server
 
 
+class ToDisk(Protocol):
+    """Who writes some of the versions to disk, too: when all ranks are ready for that."""
+
+    def due(self, version: int) -> bool:
+        """Whether this one is to be written."""
+
+    def idle(self) -> bool:
+        """Whether this rank can begin now."""
+
+    def missed(self, version: int) -> None:
+        """It was due, but not all ranks could begin."""
+
+    def take(
+        self, stamp: Stamp, bundles: Sequence[Bundle], private: Private, ready: Sequence[torch.Event] = ()
+    ) -> None:
+        """All ranks begin; returns when the tensors may change again. `stamp`: with the generation that is now."""
+
+
 class CopyFailedError(RuntimeError):
     """A version could not be copied, so the step after it must not change anything."""
 
@@ -86,13 +104,20 @@ class Copier:
     """
 
     def __init__(
-        self, job: str, rank: int, gate: Gate, group: dist.ProcessGroup | None, seconds: float = timeout("slot_request")
+        self,
+        job: str,
+        rank: int,
+        gate: Gate,
+        group: dist.ProcessGroup | None,
+        seconds: float = timeout("slot_request"),
+        to_disk: ToDisk | None = None,
     ) -> None:
         """`seconds`: for how long a server that does not keep a copy is asked again."""
         self.complete = commit.NO_VERSION  # the newest version that is known to be complete, in this generation
         self.stalled = 0.0  # seconds that the main thread waited, all together
         self.error: BaseException | None = None  # why a version could not be copied; the gate was closed with it
         self._job, self._rank, self._gate, self._group, self._seconds = job, rank, gate, group, seconds
+        self._to_disk = to_disk
         self._changed = threading.Condition()
         self._footing: Footing | None = None
         self._order: _Order | None = None  # the last one
@@ -207,16 +232,24 @@ class Copier:
 
     def _carry_out(self, order: _Order) -> None:
         FAULT_POINTS.reached("voting")
-        decided = self._round(order)
+        version, disk = order.stamp.version, self._to_disk
+        due = disk is not None and disk.due(version)
+        decided, writes = self._round(order, ready=due and disk is not None and disk.idle())
         FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
         if decided.copy:
             self._copy(order)
             self._sealed = order.stamp.version
         if decided.first:  # nothing older to fall back on: it has to be complete everywhere
-            self._know_complete(self._round(order).complete)
+            self._know_complete(self._round(order)[0].complete)
             if self.complete < order.stamp.version:
                 raise CopyFailedError(f"version {order.stamp.version} is not complete on all nodes")
+        if disk is not None and writes:
+            order.check()
+            assert order.private is not None
+            disk.take(Stamp(order.footing.generation, version), order.bundles, order.private, order.ready)
+        elif disk is not None and due:
+            disk.missed(version)
 
     def _know_complete(self, version: int) -> None:
         if version != self.complete:
@@ -225,23 +258,25 @@ class Copier:
             if page is not None:
                 page.write_complete(version)
 
-    def _round(self, order: _Order) -> commit.Round:
-        """What all ranks agree upon. Void when the gate closes meanwhile: then nobody knows what was said."""
+    def _round(self, order: _Order, *, ready: bool = False) -> tuple[commit.Round, bool]:
+        """What all ranks agree upon, and whether all were ready to write this version to disk. Void when the gate closes
+        meanwhile: then nobody knows what was said."""
         version, sealed = order.stamp.version, self._sealed
         order.check()
         votes = [commit.Vote(version, sealed)]
         if self._group is not None:
             epoch = self._gate.epoch
-            lowest = torch.tensor([version, -version, sealed])
+            lowest = torch.tensor([version, -version, sealed, int(ready)])
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]  # as torch itself sets it
             self._group.allreduce([lowest], options).wait()
             if self._gate.closed or self._gate.epoch != epoch:
                 raise _Left
-            first, last, sealed = lowest.tolist()
+            first, last, sealed, all_ready = lowest.tolist()
+            ready = bool(all_ready)
             votes = [commit.Vote(first, sealed), commit.Vote(-last, sealed)]
         order.check()
-        return commit.agreed(votes, order.footing.resume)
+        return commit.agreed(votes, order.footing.resume), ready
 
     def _copy(self, order: _Order) -> None:
         """Until all copies that this rank fills are sealed. A server that was restarted has lost them: then once more."""

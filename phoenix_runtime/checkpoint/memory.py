@@ -92,7 +92,7 @@ class SlotTargets:
         known = self._known.get(writer)
         if known is not None and known[:2] == (layout.digest, address):
             return known[2]
-        targets = [_view(data, row) for row in layout.tensors]
+        targets = [view(data, row) for row in layout.tensors]
         self._known[writer] = (layout.digest, address, targets)
         return targets
 
@@ -141,7 +141,8 @@ def load(data: memoryview, tensor: Tensor) -> None:
         memoryview((ctypes.c_ubyte * len(piece)).from_address(address + start)).cast("B")[:] = piece
 
 
-def _view(data: memoryview, row: Row) -> Tensor:
+def view(data: memoryview, row: Row) -> Tensor:
+    """The row's place in the data as a tensor."""
     kind = type_of(row.dtype)
     if not row.size:
         return torch.empty(row.shape, dtype=kind)

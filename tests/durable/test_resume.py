@@ -1,0 +1,149 @@
+"""Whole jobs write checkpoints to disk, lose processes meanwhile, and go on from them in another job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jobs_under_test
+import pytest
+from jobs_under_test import Done
+
+from phoenix_launch.checkpoint import folders
+
+pytestmark = pytest.mark.timeout(300)
+
+TESTS = Path(__file__).parents[1]
+SWAPS, FAULTY = TESTS / "swaps" / "swap_script.py", TESTS / "swaps" / "faulty_script.py"
+RESHARD = TESTS / "durable" / "reshard_script.py"
+FOUR_RANKS = ("--nodes", 2, "--nproc-per-node", 2)
+TWO_RANKS = ("--nodes", 2, "--nproc-per-node", 1)
+IN_PLACE, FROM_SCRIPT = 1, 3
+
+
+def run(
+    home: Path, root: Path | None, *words: object, options: Sequence[object] = (), faults: Sequence[str] = ()
+) -> Done:
+    """A job with checkpoints in `root`, each third step; asserts exit code 0 and that all faults have happened."""
+    happened = home / "faults"
+    happened.mkdir(parents=True)
+    durable = ("--checkpoint-dir", root, "--checkpoint-interval", 3) if root is not None else ()
+    env = {"PHOENIX_FAULTS": f"{happened}:{';'.join(faults)}"}
+    done = jobs_under_test.run(home / "home", *durable, *options, *words, env=env, seconds=120.0)
+    assert done.code == 0, done.err
+    assert len(list(happened.iterdir())) == len(faults), done.err
+    return done
+
+
+def lines(done: Done) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
+
+
+def digests(done: Done) -> dict[int, str]:
+    return {line["rank"]: line["digest"] for line in lines(done)}
+
+
+def steps(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def only(root: Path, step: int) -> None:
+    """As if the job had ended before it wrote what is newer."""
+    for path in root.iterdir():
+        if path.name != folders.visible_name(step):
+            shutil.rmtree(path)
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_nothing_and_the_job_can_be_resumed_later(tmp_path: Path) -> None:
+    root = tmp_path / "ck"
+    whole = run(tmp_path / "a", root, SWAPS, "fsdp", 11, options=TWO_RANKS, faults=["writing,1,3"])
+    assert [event["step"] for event in whole.events("checkpoint")] == [6, 9]
+    assert [swap["rung"] for swap in whole.events("swap")] == [IN_PLACE]
+    assert steps(root) == [folders.visible_name(6), folders.visible_name(9)]
+    assert whole.status()["checkpoint"] == {"step": 9, "path": str(root / folders.visible_name(9))}
+    only(root, 6)
+    resumed = run(tmp_path / "b", root, SWAPS, "fsdp", 11, options=(*TWO_RANKS, "--resume"))
+    assert f"going on from {root / folders.visible_name(6)}" in resumed.err
+    assert digests(resumed) == digests(whole)
+    assert steps(root) == [folders.visible_name(6), folders.visible_name(9)]
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_parameters_and_optimizer(tmp_path: Path) -> None:
+    resharded(tmp_path, "fsdp", ("--nproc-per-node", 2), ("--nproc-per-node", 1), (0, 12, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "place"),
+    [
+        ("fsdp", FOUR_RANKS, TWO_RANKS, (0, 12, 12)),
+        ("fsdp", TWO_RANKS, ("--nproc-per-node", 3), (0, 4, 4)),
+        ("ddp", TWO_RANKS, ("--nproc-per-node", 3), (0, 4, 4)),
+        ("zero", ("--nproc-per-node", 3), TWO_RANKS, (0, 9, 9)),
+    ],
+)
+def test_other_kinds_go_on_with_another_number_of_ranks(
+    kind: str, before: tuple[object, ...], after: tuple[object, ...], place: tuple[int, int, int], tmp_path: Path
+) -> None:
+    resharded(tmp_path, kind, before, after, place)
+
+
+def resharded(
+    folder: Path, kind: str, before: tuple[object, ...], after: tuple[object, ...], place: tuple[int, int, int]
+) -> None:
+    root = folder / "ck"
+    written = run(folder / "a", root, RESHARD, kind, 8, options=(*before, "--resume"))
+    assert f"phoenix: {root} has no checkpoint: starting at step 0" in written.err
+    resumed = run(folder / "b", root, RESHARD, kind, 8, options=(*after, "--resume"))
+    (was,) = [line for line in lines(written) if line["rank"] == 0 and line["step"] == 6]
+    now = [line for line in lines(resumed) if line["step"] == 6]
+    assert {line["rank"] for line in now} != {line["rank"] for line in lines(written)}
+    (zeroth,) = [line for line in now if line["rank"] == 0]
+    assert (zeroth["whole"], zeroth["lr"]) == (was["whole"], was["lr"])
+    assert {tuple(line["data"]) for line in now} == {place}, "as many examples as were seen, about"
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", "ddp with buffers and unused", "fsdp unresharded", "fsdp mixed", "hsdp", "tp", "tp fsdp", "zero", "1f1b"],
+)
+def test_every_kind_is_resumed_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    root = tmp_path / "ck"
+    calm = run(tmp_path / "calm", None, SWAPS, kind, 10, options=FOUR_RANKS)
+    whole = run(tmp_path / "a", root, SWAPS, kind, 10, options=FOUR_RANKS)
+    assert digests(whole) == digests(calm)
+    only(root, 6)
+    resumed = run(tmp_path / "b", root, SWAPS, kind, 10, options=(*FOUR_RANKS, "--resume"))
+    assert digests(resumed) == digests(calm)
+    assert "going on from" in resumed.err
+
+
+@pytest.mark.slow
+def test_when_all_copies_in_memory_are_lost_the_job_goes_on_from_its_own_newest_on_disk(tmp_path: Path) -> None:
+    root = tmp_path / "ck"
+    calm = run(tmp_path / "calm", None, FAULTY, "ddp", 20, options=TWO_RANKS)
+    faults = ["node,0,10", "node,1,10", "between,1,15"]
+    done = run(tmp_path / "a", root, FAULTY, "ddp", 20, options=(*TWO_RANKS, "--spares", 2), faults=faults)
+    assert [swap["rung"] for swap in done.events("swap")] == [FROM_SCRIPT, IN_PLACE]
+    assert f"going on from {root}" in done.err
+    assert digests(done) == digests(calm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["writing,0,6", "written,0,6", "written,3,6", "agreed,2,6", "between,1,7"])
+def test_any_rank_may_die_around_a_checkpoint(fault: str, tmp_path: Path) -> None:
+    root = tmp_path / "ck"
+    calm = run(tmp_path / "calm", None, SWAPS, "fsdp", 14, options=FOUR_RANKS)
+    done = run(tmp_path / "a", root, SWAPS, "fsdp", 14, options=FOUR_RANKS, faults=[fault])
+    assert digests(done) == digests(calm)
+    assert done.events("checkpoint")[-1]["step"] == 12
+    only(root, 12)
+    resumed = run(tmp_path / "b", root, SWAPS, "fsdp", 14, options=(*FOUR_RANKS, "--resume"), faults=["entry,0,12"])
+    assert digests(resumed) == digests(calm)
