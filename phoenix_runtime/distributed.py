@@ -20,6 +20,7 @@ from phoenix_runtime import communicators, leaving, rehearsal
 from phoenix_runtime.checkpoint import private
 from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.checkpoint.disk import DIRECTORY, Disk
+from phoenix_runtime.checkpoint.talk import LeftError
 from phoenix_runtime.communicators import BACKEND
 from phoenix_runtime.control import Control
 from phoenix_runtime.errors import ScriptError
@@ -141,7 +142,10 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     BACKEND.gate.outside = swaps.outside
     leaving.at_the_end(swaps.leave, swaps.stop)
     if disk is not None:
-        disk.choose(control.plan)
+        try:
+            disk.choose(control.plan)
+        except LeftError as error:  # a process of the job failed meanwhile
+            BACKEND.gate.refuse(error)
 
 
 def _predecessors_record(control: Control) -> StartupRecord:

@@ -129,6 +129,8 @@ class Swaps:
             self._resume(self._control.wait_for(can_copy, timeout("copies_ready")), state.step)
         except TimeoutError:
             self._copies = False
+            if self._disk is not None:
+                self._copier.resume(Footing(self.generation, None, state.step, ""))
             link.remark("not all nodes can keep copies in memory: a failure starts the script again")
             self._control.report(outside="not all nodes can keep copies in memory")
 
@@ -159,7 +161,7 @@ class Swaps:
             self._said_holds = True
             self._backend.late = self._late_group
         self._look_at_groups()
-        if not self._copies:
+        if not self._copies and self._disk is None:
             return
         private_part = Private(captured, state.step, self._record(), self._results.to_keep())
         self._copier.begin(self._stamp, held, private_part)
@@ -168,7 +170,7 @@ class Swaps:
         FAULT_POINTS.reached("before-optimizer")
         if self.alone:
             raise StepAborted("the step was run alone")
-        if self._copies:
+        if self._copies or self._disk is not None:
             self._copier.wait(self._check)
         FAULT_POINTS.reached("optimizer")
 

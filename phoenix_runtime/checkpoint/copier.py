@@ -48,7 +48,7 @@ class Footing:
     """What a generation's copies stand on. `resume`: the version at which it began, 0 at the script's start."""
 
     generation: Generation
-    ground: Ground
+    ground: Ground | None  # None: there are no copies in memory, only some to disk
     resume: int
     slots: str  # path of the node's checkpoint server
 
@@ -237,10 +237,11 @@ class Copier:
         decided, writes = self._round(order, ready=due and disk is not None and disk.idle())
         FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
-        if decided.copy:
+        in_memory = order.footing.ground is not None
+        if decided.copy and in_memory:
             self._copy(order)
             self._sealed = order.stamp.version
-        if decided.first:  # nothing older to fall back on: it has to be complete everywhere
+        if decided.first and in_memory:  # nothing older to fall back on: it has to be complete everywhere
             self._know_complete(self._round(order)[0].complete)
             if self.complete < order.stamp.version:
                 raise CopyFailedError(f"version {order.stamp.version} is not complete on all nodes")
@@ -308,6 +309,7 @@ class Copier:
                 writer.seal()
             slots.sealed(part.key, stamp, copy.replicas)
         FAULT_POINTS.reached("sealed")
+        assert order.footing.ground is not None
         node = order.footing.ground.places[self._rank]
         for copy in own:
             for where, error in slots.copied(copy.bundle, stamp, (node, *copy.replicas)).items():
@@ -326,6 +328,7 @@ class Copier:
         keys = tuple([bundle.key for bundle in order.bundles])
         footing, known, copies = self._plan
         if footing is not order.footing or known != keys:
+            assert order.footing.ground is not None
             holds = [*(bundle.described for bundle in order.bundles), private_bundle(self._rank)]
             copies = copies_of(self._rank, holds, order.footing.ground)
             self._plan = (order.footing, keys, copies)
@@ -333,6 +336,7 @@ class Copier:
 
     def _connected(self, order: _Order) -> SlotsLink:
         if self._link is None:
+            assert order.footing.ground is not None
             node = order.footing.ground.places[self._rank]
             made = SlotsLink(order.footing.slots, self._job, node)
             made.generation = order.footing.generation

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from phoenix_launch.checkpoint import folders
 from phoenix_launch.checkpoint.folders import Manifest
@@ -206,7 +207,7 @@ class Durable:
                 if not order.talk.over:
                     self._given_up(order, _said(error))
             with self._changed:
-                self._order = None
+                self._order = order = None  # and with it the copies
                 self._changed.notify_all()
 
     def _write(self, order: _Order) -> None:
@@ -232,6 +233,7 @@ class Durable:
 
         results = _together(talk, write)
         if place.rank == 0:
+            _find_all(folder, results, place.world)
             writer.finish(metadata, results)
             manifest = Manifest(
                 job=place.job, generation=order.stamp.generation, step=order.stamp.version, world=place.world,
@@ -340,6 +342,19 @@ def _together(talk: Talk, do: Callable[[], Any]) -> list[Any]:
     if why:
         raise GivenUpError(why)
     return [result for result, _ in heard]
+
+
+def _find_all(folder: Path, results: Sequence[Sequence[WriteResult]], world: int) -> None:
+    """Raises FileNotFoundError, GivenUpError: what a rank has written on its host is not there, or not whole."""
+    ends: dict[str, int] = {}
+    for result in (result for each in results for result in each):
+        stored = result.storage_data
+        ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+    for rank in range(world):
+        ends[str(folders.private_path(folder, rank).relative_to(folder))] = 1
+    for name, end in ends.items():
+        if not (folder / name).exists() or (folder / name).stat().st_size < end:
+            raise GivenUpError(f"{name} was written, but not here: all hosts have to share this folder")
 
 
 def _first_error(errors: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from phoenix_launch.wire import Generation
 from phoenix_runtime import TrainState
 from phoenix_runtime.checkpoint import private_files
 from phoenix_runtime.checkpoint.bundles import bundled
+from phoenix_runtime.checkpoint.copier import Copier, Footing
 from phoenix_runtime.checkpoint.durable import Durable, Place
 from phoenix_runtime.checkpoint.loading import load
 from phoenix_runtime.checkpoint.private import Private
@@ -269,3 +270,18 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     more = nn.Linear(2, 2)
     with pytest.raises(ScriptError, match=r"has no more\.weight"):
         load(folder, TrainState(model=other.model, more=more, optimizer=other.optimizer, best=0.0), 0, 1)
+
+
+def test_a_job_without_copies_in_memory_has_them_on_disk(tmp_path: Path) -> None:
+    training = Training()
+    with writer(tmp_path) as found:
+        copier = Copier(JOB, 0, found.durable._gate, None, to_disk=found.durable)
+        copier.resume(Footing(G1, None, 0, ""))
+        for _ in range(2):
+            captured = Private(training.state.capture(), training.state.step)
+            copier.begin(Stamp(G1, training.state.step), bundled(training.state, 0, 1), captured)
+            copier.wait(lambda: None)
+            training.train(1)
+        publish(found)
+        copier.end()
+    assert folders.newest(tmp_path) == tmp_path / folders.visible_name(1)
