@@ -96,6 +96,20 @@ class SlotRules(Message, frozen=True):
     peers: tuple[SlotPeer, ...]
 
 
+class SaveSlots(Message, frozen=True):
+    """Write all sealed slots to disk, below this folder. `world`: ranks of the job."""
+
+    folder: str
+    world: int
+
+
+class SlotsSaved(Message, frozen=True):
+    """All is down on the disk in this folder, or why it is not."""
+
+    folder: str
+    error: str = ""
+
+
 class SlotsKept(Message, frozen=True):
     """All sealed slots of this node, sent when they change: nobody older than `generation` changes them any more."""
 
@@ -205,7 +219,16 @@ class WorkerPlan(Message, frozen=True):
 
 FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
 CheckpointLocal = (
-    CheckpointSettings | CheckpointUp | SlotRules | SlotsKept | FillSlot | SlotSealed | ReadSlot | FromCheckpoint
+    CheckpointSettings
+    | CheckpointUp
+    | SlotRules
+    | SlotsKept
+    | SaveSlots
+    | SlotsSaved
+    | FillSlot
+    | SlotSealed
+    | ReadSlot
+    | FromCheckpoint
 )
 WorkerLocal = WorkerReport | WorkerPlan
 NodeLocal = (

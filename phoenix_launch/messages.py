@@ -223,6 +223,7 @@ class NodePlan(Message, frozen=True):
     resumption: Resumption | None = None
     ground: Ground | None = None  # None: nobody of this job knows the runtime
     leave: bool = False  # all scripts are over: who waits for the others may end
+    save: bool = False  # before it leaves: what it keeps in memory goes to disk, if the job has a folder for that
     publish: Stamp | None = None  # make this checkpoint on disk visible, which rank 0 here has reported as whole
 
 

@@ -134,7 +134,11 @@ class SlotReader:
 
     def intact(self) -> bool:
         """Whether the data is what its checksum says. Of a slot that never left its memory nobody has computed one."""
-        return self.label.data_crc < 0 or zlib.crc32(self._data) == self.label.data_crc
+        return self.label.data_crc < 0 or self.checksum() == self.label.data_crc
+
+    def checksum(self) -> int:
+        """CRC-32 of the data."""
+        return zlib.crc32(self._data)
 
     def close(self) -> None:
         self.extras.release()

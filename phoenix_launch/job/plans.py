@@ -46,6 +46,7 @@ def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
         ground=wish.ground,
         leave=wish.leave,
         publish=wish.publish,
+        save=wish.save,
     )
 
 

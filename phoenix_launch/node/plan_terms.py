@@ -88,11 +88,13 @@ class SlotTerms:
         self._resume = 0
         self._lineage: tuple[Stamp, ...] = ()
         self._peers: tuple[SlotPeer, ...] = ()
+        self.world = 0  # ranks of the job, 0: not known
 
     def follow(self, plan: NodePlan) -> None:
         if plan.phase in _MOVES_SLOTS:
             self._generation = plan.generation
         if plan.ground is not None:
+            self.world = len(plan.ground.places) or self.world
             self._peers = tuple(peer for peer in plan.ground.servers if peer.node != self._node)
         if plan.resumption is not None:
             self._lineage = plan.resumption.lineage

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from phoenix_launch.checkpoint import folders
+from phoenix_launch.checkpoint import folders, saved
 from phoenix_launch.copies import Stamp
 from phoenix_launch.messages import NodePlan, Published
 from phoenix_launch.node.poll_loop import PollLoop
@@ -58,6 +58,7 @@ class Publisher:
             path = self._root / folders.visible_name(stamp.version)
             try:
                 folders.publish(self._root, self._job, stamp, self._keep)
+                saved.forget(self._root, stamp.version)
                 error = ""
             except OSError as problem:
                 error = str(problem)

@@ -9,6 +9,7 @@ from phoenix_launch.copies import SlotPeer
 from phoenix_launch.local_messages import SlotsKept
 from phoenix_launch.messages import NodePlan, Published, RuntimeReport
 from phoenix_launch.node.checkpoint_link import CheckpointLink
+from phoenix_launch.node.emergency import EmergencySave
 from phoenix_launch.node.plan_terms import SlotTerms, worker_plan
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.publisher import Publisher
@@ -28,6 +29,7 @@ class RuntimeSupport:
         state: NodeState,
         checkpoint: CheckpointLink,
         publisher: Publisher,
+        emergency: EmergencySave,
         remark: Callable[[str], None],
     ) -> None:
         """Listens for workers in the folder `runtime`. Raises OSError."""
@@ -35,6 +37,7 @@ class RuntimeSupport:
         self._state = state
         self._checkpoint = checkpoint
         self._publisher = publisher
+        self._emergency = emergency
         self._links = WorkerLinks(loop, f"{runtime}{LONGEST_NAME}", state.workers, remark)
         self._terms = SlotTerms(node)
         self._wanted = False
@@ -82,6 +85,14 @@ class RuntimeSupport:
     def published(self) -> Published | None:
         """What became of the last checkpoint on disk that was to be made visible."""
         return self._publisher.done
+
+    @property
+    def can_save(self) -> bool:
+        return self._emergency.possible
+
+    def saved(self, now: float) -> bool:
+        """Whether all copies in memory are on disk, or cannot be. Begins with it; to be asked again until it is True."""
+        return self._emergency.over(self._terms.world, now)
 
     def close(self) -> None:
         self._publisher.close()

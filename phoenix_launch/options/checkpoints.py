@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from phoenix_launch.checkpoint import folders
+from phoenix_launch.checkpoint import folders, saved
 from phoenix_launch.errors import UsageError
 from phoenix_launch.settings import RunSettings
 
@@ -30,7 +30,7 @@ def check_checkpoints(settings: RunSettings) -> None:
     found = _newest(root)
     if found is not None and settings.checkpoint_interval and not settings.resume:
         raise UsageError(
-            f"{root} has checkpoints of an older job already, up to {found.name}",
+            f"{root} has checkpoints of an older job already: {found.name}",
             hint="--resume goes on from there; a job that is to begin at step 0 needs a folder of its own",
         )
 
@@ -48,6 +48,6 @@ def of_workers(settings: RunSettings) -> dict[str, str]:
 
 def _newest(root: Path) -> Path | None:
     try:
-        return folders.newest(root)
+        return folders.newest(root) or next(iter(sorted(root.glob(f"{saved.PREFIX}*"))), None)
     except OSError:
         return None  # what cannot be read here may be readable on the hosts

@@ -196,6 +196,7 @@ def _rules(job: Job) -> Rules:
         left_behind_timeout=timeout("left_behind"),
         shutdown_timeout=settings.shutdown_timeout,
         teardown_timeout=timeout("reap") + timeout("drain_output"),
+        save_timeout=timeout("emergency_save") if settings.checkpoint_dir else 0.0,
         worker_exit_code=settings.exit_code == "worker",
         master_port=settings.master_port or 0 if not settings.standalone and not seats else 0,
     )

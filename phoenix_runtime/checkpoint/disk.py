@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from phoenix_launch.checkpoint import folders
+from phoenix_launch.checkpoint import folders, saved
 from phoenix_launch.copies import Stamp
 from phoenix_launch.local_messages import WorkerPlan
 from phoenix_runtime import link
@@ -68,16 +68,26 @@ class Disk:
         if plan.alone or can_restore(plan) or not (self._resume or again):
             return
         talk = self.durable.talk()
-        found, error = None, ""
+        name, error = "", ""
         if place.rank == 0:
             try:
-                found = folders.newest(place.root, "" if self._resume else place.job)
+                name = self._newest()
             except OSError as problem:
                 error = problem.strerror or str(problem)
-        name = talk.scatter([(found.name if found is not None else "").encode()] * place.world).decode()
+        name = talk.scatter([name.encode()] * place.world).decode()
         self._folder = place.root / name if name else None
         if place.rank == 0:
             link.remark(self._start(error))
+
+    def _newest(self) -> str:
+        """What was saved when a job had to stop is mostly newer than what it had written before."""
+        place = self.durable.place
+        found = folders.newest(place.root, "" if self._resume else place.job)
+        manifest = folders.read_manifest(found) if found is not None else None
+        memory = saved.newest(place.root, place.world) if self._resume else None
+        if memory is not None and (manifest is None or memory.version > manifest.step):
+            return memory.folder.name
+        return found.name if found is not None else ""
 
     def _start(self, error: str) -> str:
         if self._folder is not None:
@@ -89,9 +99,10 @@ class Disk:
         """Bring the state to what was chosen; False: nothing was. Raises ScriptError."""
         if self._folder is None:
             return False
-        from phoenix_runtime.checkpoint.loading import load
+        from phoenix_runtime.checkpoint import loading
 
         place = self.durable.place
+        load = loading.load_saved if self._folder.name.startswith(saved.PREFIX) else loading.load
         put_back(state, load(self._folder, state, place.rank, place.world))
         self.durable.begin_at(state.step)
         return True

@@ -17,21 +17,24 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from phoenix_launch.checkpoint import folders
+from phoenix_launch.checkpoint import folders, saved
 from phoenix_launch.checkpoint.folders import Manifest
-from phoenix_launch.copies import Stamp
+from phoenix_launch.checkpoint.pairs import SlotRefusedError
+from phoenix_launch.copies import Source, SourceKind, Stamp
+from phoenix_launch.wire import NO_GENERATION
 from phoenix_runtime import randomness
 from phoenix_runtime.adapters.containers import Items
 from phoenix_runtime.checkpoint import private_files
-from phoenix_runtime.checkpoint.bundles import LIKE_PARAMETER, bundled
+from phoenix_runtime.checkpoint.bundles import LIKE_PARAMETER, bundled, private_bundle
 from phoenix_runtime.checkpoint.memory import local, type_word
 from phoenix_runtime.checkpoint.pieces import buffers_of, parted, qualified
 from phoenix_runtime.checkpoint.private import Private
-from phoenix_runtime.checkpoint.restore import Places
+from phoenix_runtime.checkpoint.restore import Places, restore
 from phoenix_runtime.data import Position
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.state import Captured, TrainState
 
+_OLDER: Final = "remove this folder: --resume then takes the newest checkpoint"
 _SAME: Final = "build the same model and optimizer as the job that wrote it"
 
 
@@ -66,6 +69,21 @@ def load(folder: Path, state: TrainState, rank: int, world: int) -> Captured:
             hint=f"a job of this kind goes on with {manifest.world} ranks",
         )
     return _adapted(captured, manifest.world, world, is_new=rank >= manifest.world)
+
+
+def load_saved(folder: Path, state: TrainState, rank: int, world: int) -> Captured:
+    """The same, from slots that nodes saved when their job had to stop; as many ranks as there were. Raises ScriptError."""
+    found = saved.of_job(folder)
+    if found is None or found.world != world:
+        raise ScriptError(f"{folder} has no version that is whole", hint=_OLDER)
+    keys = [bundle.key for bundle in bundled(state, rank, world)] + [private_bundle(rank).key]
+    sources = [Source(key, SourceKind.OWN_NODE, -1) for key in keys]
+    try:
+        private = restore(state, sources, Stamp(NO_GENERATION, found.version), found, rank=rank, world=world)
+    except SlotRefusedError as error:
+        raise ScriptError(str(error), hint=_OLDER) from error
+    assert private is not None
+    return private.captured
 
 
 def _load_tensors(folder: Path, manifest: Manifest, private: Private, state: TrainState, rank: int, world: int) -> None:

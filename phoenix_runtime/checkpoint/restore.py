@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader
 from phoenix_launch.copies import Source, SourceKind, Stamp
@@ -23,8 +23,15 @@ from phoenix_runtime.state import TrainState
 _SLOTS = (SourceKind.OWN_NODE, SourceKind.OTHER_NODE)
 
 
+class Slots(Protocol):
+    """Who has copies to be read: the node's checkpoint server, or a folder."""
+
+    def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
+        """The caller's to close. Raises OSError, SlotRefusedError."""
+
+
 def restore(
-    state: TrainState, sources: Iterable[Source], stamp: Stamp, link: SlotsLink, *, rank: int, world: int
+    state: TrainState, sources: Iterable[Source], stamp: Stamp, link: Slots, *, rank: int, world: int
 ) -> Private | None:
     """Load every bundle that is not ITSELF. Main thread; `link` is the caller's, with its generation set.
 

@@ -37,7 +37,7 @@ def test_what_makes_no_sense_is_refused(given: dict[str, object], words: str) ->
 def test_a_folder_with_checkpoints_of_an_older_job_wants_a_word(tmp_path: Path) -> None:
     written(tmp_path, Stamp(G1, 4))
     folders.publish(tmp_path, JOB, Stamp(G1, 4), keep=2)
-    with pytest.raises(UsageError, match="has checkpoints of an older job already, up to step-00000004"):
+    with pytest.raises(UsageError, match="has checkpoints of an older job already: step-00000004"):
         check_checkpoints(settings(checkpoint_dir=str(tmp_path), checkpoint_interval=5))
     check_checkpoints(settings(checkpoint_dir=str(tmp_path), checkpoint_interval=5, resume=True))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import jobs_under_test
 import pytest
 from jobs_under_test import Done
 
-from phoenix_launch.checkpoint import folders
+from phoenix_launch.checkpoint import folders, saved
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE
 
 pytestmark = pytest.mark.timeout(300)
 
 TESTS = Path(__file__).parents[1]
 SWAPS, FAULTY = TESTS / "swaps" / "swap_script.py", TESTS / "swaps" / "faulty_script.py"
-RESHARD = TESTS / "durable" / "reshard_script.py"
+RESHARD, KILLED = TESTS / "durable" / "reshard_script.py", TESTS / "durable" / "killed_script.py"
 FOUR_RANKS = ("--nodes", 2, "--nproc-per-node", 2)
 TWO_RANKS = ("--nodes", 2, "--nproc-per-node", 1)
 IN_PLACE, FROM_SCRIPT = 1, 3
@@ -146,4 +148,44 @@ def test_any_rank_may_die_around_a_checkpoint(fault: str, tmp_path: Path) -> Non
     assert done.events("checkpoint")[-1]["step"] == 12
     only(root, 12)
     resumed = run(tmp_path / "b", root, SWAPS, "fsdp", 14, options=(*FOUR_RANKS, "--resume"), faults=["entry,0,12"])
+    assert digests(resumed) == digests(calm)
+
+
+def stopped(home: Path, root: Path, *words: object, options: Sequence[object], faults: Sequence[str] = ()) -> Done:
+    """A job that has to stop, and has written nothing to disk by itself."""
+    happened = home / "faults"
+    happened.mkdir(parents=True)
+    durable = ("--checkpoint-dir", root, "--checkpoint-interval", 1000)
+    env = {"PHOENIX_FAULTS": f"{happened}:{';'.join(faults)}"}
+    return jobs_under_test.run(home / "home", *durable, *options, *words, env=env, seconds=120.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero"])
+def test_a_job_that_runs_out_of_nodes_goes_on_from_what_was_in_memory(kind: str, tmp_path: Path) -> None:
+    root, options = tmp_path / "ck", (*TWO_RANKS, "--spare-timeout", 0.1)
+    done = stopped(tmp_path / "a", root, KILLED, kind, 11, options=options, faults=["node,1,7"])
+    assert done.code == EXIT_DO_NOT_REQUEUE, done.err
+    assert f"node0: its copies in memory are saved in {root}" in done.err
+    assert done.events("checkpoint") == []
+    resumed = run(tmp_path / "b", root, KILLED, kind, 11, options=(*TWO_RANKS, "--resume"))
+    assert f"going on from {root / 'emergency-'}" in resumed.err
+    assert {line["begin"] for line in lines(resumed)} == {6}, "the lost rank alone knew its random numbers after step 7"
+    calm = run(tmp_path / "calm", None, KILLED, kind, 11, options=TWO_RANKS)
+    assert digests(resumed) == digests(calm)
+    assert steps(root) == [folders.visible_name(9)], "what was overtaken is gone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "code"), [("stop", 128 + signal.SIGTERM), ("orphan", -signal.SIGKILL)])
+def test_a_job_that_is_stopped_or_loses_its_supervisor_goes_on_from_what_was_in_memory(
+    fault: str, code: int, tmp_path: Path, eventually: Callable[..., object]
+) -> None:
+    root, options = tmp_path / "ck", (*TWO_RANKS, "--orphan-timeout", 4)
+    done = stopped(tmp_path / "a", root, KILLED, "fsdp", 11, options=options, faults=[f"{fault},1,7"])
+    assert done.code == code, done.err
+    eventually(lambda: saved.newest(root, 2), seconds=30.0, what="saved copies")
+    resumed = run(tmp_path / "b", root, KILLED, "fsdp", 11, options=(*TWO_RANKS, "--resume"))
+    assert {line["begin"] for line in lines(resumed)} == {6}
+    calm = run(tmp_path / "calm", None, KILLED, "fsdp", 11, options=TWO_RANKS)
     assert digests(resumed) == digests(calm)
