@@ -116,9 +116,10 @@ class Saved:
         raise SlotRefusedError(f"{self.folder} has no whole copy of bundle {bundle!r} at step {self.version}")
 
 
-def newest(root: Path, world: int) -> Saved | None:
-    """Of all jobs that have saved something here, with that many ranks. Raises OSError."""
-    found = [saved for folder in _listed(root) if (saved := of_job(folder)) is not None and saved.world == world]
+def newest(root: Path, world: int | None = None) -> Saved | None:
+    """Of all jobs that have saved something here; `world`: with that many ranks. Raises OSError."""
+    every = [saved for folder in _listed(root) if (saved := of_job(folder)) is not None]
+    found = [saved for saved in every if world in (None, saved.world)]
     return max(found, key=lambda saved: saved.version, default=None)
 
 

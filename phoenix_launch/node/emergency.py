@@ -19,7 +19,8 @@ class EmergencySave:
 
     @property
     def possible(self) -> bool:
-        return bool(self._root) and not self._over and self._checkpoint.peer is not None
+        kept = self._checkpoint.kept
+        return bool(self._root) and not self._over and kept is not None and bool(kept.kept)
 
     def over(self, world: int, now: float) -> bool:
         """Begins at the first call; to be asked until it is True. `world`: ranks of the job."""

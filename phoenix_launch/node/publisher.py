@@ -48,6 +48,8 @@ class Publisher:
         self._wanted.put(None)
         self._thread.join(_END)
         self._loop.forget(self._bell)
+        if not self._thread.is_alive():
+            os.close(self._bell)
 
     def _rung(self) -> None:
         """The agent's loop has come round: it reports what is done."""

@@ -66,7 +66,12 @@ class ToDisk(Protocol):
         """It was due, but not all ranks could begin."""
 
     def take(
-        self, stamp: Stamp, bundles: Sequence[Bundle], private: Private, ready: Sequence[torch.Event] = ()
+        self,
+        stamp: Stamp,
+        bundles: Sequence[Bundle],
+        private: Private,
+        ready: Sequence[torch.Event] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """All ranks begin; returns when the tensors may change again. `stamp`: with the generation that is now."""
 
@@ -248,7 +253,7 @@ class Copier:
         if disk is not None and writes:
             order.check()
             assert order.private is not None
-            disk.take(Stamp(order.footing.generation, version), order.bundles, order.private, order.ready)
+            disk.take(Stamp(order.footing.generation, version), order.bundles, order.private, order.ready, order.check)
         elif disk is not None and due:
             disk.missed(version)
 

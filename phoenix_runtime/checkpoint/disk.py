@@ -84,9 +84,12 @@ class Disk:
         place = self.durable.place
         found = folders.newest(place.root, "" if self._resume else place.job)
         manifest = folders.read_manifest(found) if found is not None else None
-        memory = saved.newest(place.root, place.world) if self._resume else None
+        memory = saved.newest(place.root) if self._resume else None
         if memory is not None and (manifest is None or memory.version > manifest.step):
-            return memory.folder.name
+            fitting = saved.newest(place.root, place.world)
+            if fitting is not None and (manifest is None or fitting.version > manifest.step):
+                return fitting.folder.name
+            link.remark(f"{memory.folder} is newer, but only of use to {memory.world} ranks")
         return found.name if found is not None else ""
 
     def _start(self, error: str) -> str:

@@ -37,7 +37,7 @@ from phoenix_runtime.checkpoint.bundles import Bundle
 from phoenix_runtime.checkpoint.pieces import Decided, Piece, Said
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.checkpoint.talk import LeftError, Talk
-from phoenix_runtime.communicators.gate import Gate, StepAborted
+from phoenix_runtime.communicators.gate import Gate
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 
@@ -126,9 +126,15 @@ class Durable:
             )
 
     def take(
-        self, stamp: Stamp, bundles: Sequence[Bundle], private: Private, ready: Sequence[torch.Event] = ()
+        self,
+        stamp: Stamp,
+        bundles: Sequence[Bundle],
+        private: Private,
+        ready: Sequence[torch.Event] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """All ranks have agreed upon it. Returns when it has copies of all that it needs."""
+        """All ranks have agreed upon it. Returns when it has copies of all that it needs. `check` may raise, no Exception:
+        then it is void, as for all others."""
         names = [name for bundle in bundles for name, _ in bundle.tensors]
         order = _Order(
             stamp, self._talk(), bundles, Private(private.captured, private.step, more={private_files.NAMES: names})
@@ -136,7 +142,7 @@ class Durable:
         try:
             for event in ready:
                 event.synchronize()
-            order.copies = pieces.copies(bundles, self.place.rank, self.place.world)
+            order.copies = pieces.copies(bundles, self.place.rank, self.place.world, check)
         except Exception as error:  # out of memory, mostly: the others have to hear of it
             order.error, order.copies = f"its state could not be copied: {_said(error)}", []
         with self._changed:
@@ -199,7 +205,7 @@ class Durable:
                 return
             try:
                 self._write(order)
-            except (LeftError, StepAborted):
+            except LeftError:
                 pass
             except GivenUpError as error:
                 self._given_up(order, str(error))
@@ -243,10 +249,12 @@ class Durable:
             self._whole(order.stamp)
 
     def _agree(self, order: _Order) -> tuple[Decided, dict[str, tuple[int, ...]], dict[str, str]]:
-        place = self.place
-        said = Said(order.error)
-        if not order.error:
-            said = pieces.said_of(order.copies, order.bundles, order.private.captured, place.rank, place.world)
+        place, said = self.place, Said(order.error)
+        try:
+            if not order.error:
+                said = pieces.said_of(order.copies, order.bundles, order.private.captured, place.rank, place.world)
+        except Exception as problem:
+            said = Said(_said(problem))
         order.bundles = ()
         answers: list[Decided] = []
         owners: dict[str, tuple[int, ...]] = {}
@@ -258,7 +266,7 @@ class Durable:
                 if not error:
                     self._open(order.stamp)
                     answers, owners, words = pieces.decide(heard)
-            except OSError as problem:
+            except Exception as problem:
                 error = _said(problem)
             if error:
                 answers = [Decided(error)] * place.world

@@ -78,7 +78,7 @@ class SlotTargets:
                 elsewhere.append((target, tensor))
             elif row.size > _SMALL_BYTES and tensor.is_contiguous() and not tensor.is_conj():
                 assert tensor.nbytes == row.size
-                _move(target.data_ptr(), tensor.data_ptr(), row.size, check)
+                move(target.data_ptr(), tensor.data_ptr(), row.size, check)
             elif row.size:
                 small[0].append(target)
                 small[1].append(tensor)
@@ -150,8 +150,8 @@ def view(data: memoryview, row: Row) -> Tensor:
     return flat.view(kind).view(row.shape)
 
 
-def _move(target: int, source: int, size: int, check: Callable[[], None]) -> None:
-    """memmove lets other threads run meanwhile."""
+def move(target: int, source: int, size: int, check: Callable[[], None]) -> None:
+    """memmove lets other threads run meanwhile. `check` may raise, to give up."""
     for start in range(0, size, _PIECE_BYTES):
         check()
         ctypes.memmove(target + start, source + start, min(_PIECE_BYTES, size - start))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from phoenix_runtime.adapters.containers import Items
 from phoenix_runtime.adapters.modules import ModuleState
 from phoenix_runtime.adapters.part import joined
 from phoenix_runtime.checkpoint.bundles import Bundle, key_of
-from phoenix_runtime.checkpoint.memory import local, type_word
+from phoenix_runtime.checkpoint.memory import local, move, type_word
 from phoenix_runtime.state import Captured
 
 _BETWEEN: Final = " @ "  # a name, the word of its owner
@@ -110,17 +110,25 @@ def share(sizes: Sequence[int], holders: Sequence[int], rank: int) -> list[int]:
 
 
 @torch.no_grad()
-def copies(bundles: Iterable[Bundle], rank: int, world: int) -> list[Piece]:
-    """Copies, on the CPU, of what this rank writes. While nothing of it may change."""
+def copies(bundles: Iterable[Bundle], rank: int, world: int, check: Callable[[], None]) -> list[Piece]:
+    """Copies, on the CPU, of what this rank writes. While nothing of it may change. `check` may raise, to give up."""
     pieces = []
     for bundle in bundles:
         tensors = [tensor for _, tensor in bundle.tensors]
         for index in share([local(tensor).nbytes for tensor in tensors], bundle.holders, rank):
             name, tensor = bundle.tensors[index]
-            part = local(tensor).detach()
-            owner = _owner(tensor, bundle, world)[0]
-            pieces.append(Piece(name, tensor, part.to("cpu", copy=True, memory_format=torch.contiguous_format), owner))
+            pieces.append(Piece(name, tensor, _copied(local(tensor), check), _owner(tensor, bundle, world)[0]))
     return pieces
+
+
+def _copied(tensor: Tensor, check: Callable[[], None]) -> Tensor:
+    check()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        move(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, check)
+    else:
+        copy.copy_(tensor)
+    return copy
 
 
 def said_of(pieces: Iterable[Piece], bundles: Iterable[Bundle], captured: Captured, rank: int, world: int) -> Said:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from phoenix_runtime.communicators.gate import Gate
+from phoenix_runtime.communicators.gate import Gate, StepAborted
 
 
 class LeftError(Exception):
@@ -85,10 +85,13 @@ class Talk:
         return [int(item) for item in sizes]
 
     def _carry(self, begin: Callable[[], dist.Work]) -> None:
-        with self._lock:
-            self.check()
-            work = begin()
-        work.wait()
+        try:
+            with self._lock:
+                self.check()
+                work = begin()
+            work.wait()
+        except (Exception, StepAborted) as error:  # a process has gone, and soon all will be told
+            raise LeftError from error
         self.check()
 
 

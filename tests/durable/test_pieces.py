@@ -51,7 +51,7 @@ def test_a_buffer_is_written_by_the_first_rank_that_has_it() -> None:
 
 def test_copies_stay_as_they_were() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
-    (piece,) = pieces.copies([Bundle("rank 0", (0,), [("w", tensor)], [""])], 0, 2)
+    (piece,) = pieces.copies([Bundle("rank 0", (0,), [("w", tensor)], [""])], 0, 2, lambda: None)
     tensor.zero_()
     assert piece.copy.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert piece.owner == "rank 0"
