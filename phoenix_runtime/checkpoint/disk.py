@@ -14,6 +14,7 @@ from phoenix_launch.local_messages import WorkerPlan
 from phoenix_runtime import link
 from phoenix_runtime.communicators.backend import PhoenixBackend
 from phoenix_runtime.control import AgentGoneError, Control
+from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.resuming import can_restore, put_back
 from phoenix_runtime.state import TrainState
 
@@ -62,7 +63,10 @@ class Disk:
 
     def choose(self, plan: WorkerPlan) -> None:
         """All ranks agree upon what they load, where that is not in memory: with --resume the newest that there is; after
-        the copies in memory were lost the newest of this job."""
+        the copies in memory were lost the newest of this job.
+
+        Raises ScriptError when nobody knows what there is: a job that was to go on must not begin anew.
+        """
         place = self.durable.place
         again = plan.generation.n > 1
         if plan.alone or can_restore(plan) or not (self._resume or again):
@@ -74,10 +78,12 @@ class Disk:
                 name = self._newest()
             except OSError as problem:
                 error = problem.strerror or str(problem)
-        name = talk.scatter([name.encode()] * place.world).decode()
+        error, _, name = talk.scatter([f"{error}\0{name}".encode()] * place.world).decode().partition("\0")
+        if error:
+            raise ScriptError(f"{place.root} cannot be read: {error}", hint="mend it, or start without --resume")
         self._folder = place.root / name if name else None
         if place.rank == 0:
-            link.remark(self._start(error))
+            link.remark(self._start())
 
     def _newest(self) -> str:
         """What was saved when a job had to stop is mostly newer than what it had written before."""
@@ -92,11 +98,10 @@ class Disk:
             link.remark(f"{memory.folder} is newer, but only of use to {memory.world} ranks")
         return found.name if found is not None else ""
 
-    def _start(self, error: str) -> str:
+    def _start(self) -> str:
         if self._folder is not None:
             return f"going on from {self._folder}"
-        why = f"cannot be read ({error})" if error else "has no checkpoint"
-        return f"{self.durable.place.root} {why}: starting at step 0"
+        return f"{self.durable.place.root} has no checkpoint: starting at step 0"
 
     def load_into(self, state: TrainState) -> bool:
         """Bring the state to what was chosen; False: nothing was. Raises ScriptError."""

@@ -89,6 +89,7 @@ class Durable:
         self._report, self._published, self._remark = report, published, remark
         self._changed = threading.Condition()
         self._order: _Order | None = None  # the one under way
+        self._memory: dict[str, Tensor] = {}  # the copies of the last one, for the next
         self._written: Stamp | None = None  # by rank 0, and not published yet
         self._last = -1  # the newest version that needs no checkpoint
         self._stopped = self._ended = False
@@ -142,9 +143,10 @@ class Durable:
         try:
             for event in ready:
                 event.synchronize()
-            order.copies = pieces.copies(bundles, self.place.rank, self.place.world, check)
+            order.copies = pieces.copies(bundles, self.place.rank, self.place.world, check, self._memory)
+            self._memory = {piece.name: piece.copy for piece in order.copies}
         except Exception as error:  # out of memory, mostly: the others have to hear of it
-            order.error, order.copies = f"its state could not be copied: {_said(error)}", []
+            order.error, order.copies, self._memory = f"its state could not be copied: {_said(error)}", [], {}
         with self._changed:
             if self._stopped:
                 order.talk.leave()
@@ -213,7 +215,7 @@ class Durable:
                 if not order.talk.over:
                     self._given_up(order, _said(error))
             with self._changed:
-                self._order = order = None  # and with it the copies
+                self._order = order = None
                 self._changed.notify_all()
 
     def _write(self, order: _Order) -> None:

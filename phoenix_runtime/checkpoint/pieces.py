@@ -110,20 +110,27 @@ def share(sizes: Sequence[int], holders: Sequence[int], rank: int) -> list[int]:
 
 
 @torch.no_grad()
-def copies(bundles: Iterable[Bundle], rank: int, world: int, check: Callable[[], None]) -> list[Piece]:
-    """Copies, on the CPU, of what this rank writes. While nothing of it may change. `check` may raise, to give up."""
+def copies(
+    bundles: Iterable[Bundle], rank: int, world: int, check: Callable[[], None], memory: Mapping[str, Tensor]
+) -> list[Piece]:
+    """Copies, on the CPU, of what this rank writes. While nothing of it may change. `check` may raise, to give up.
+
+    `memory`: earlier copies by name, which nobody needs any more: pages that are there already are filled twice as fast.
+    """
     pieces = []
     for bundle in bundles:
         tensors = [tensor for _, tensor in bundle.tensors]
         for index in share([local(tensor).nbytes for tensor in tensors], bundle.holders, rank):
             name, tensor = bundle.tensors[index]
-            pieces.append(Piece(name, tensor, _copied(local(tensor), check), _owner(tensor, bundle, world)[0]))
+            copy = _copied(local(tensor), check, memory.get(name))
+            pieces.append(Piece(name, tensor, copy, _owner(tensor, bundle, world)[0]))
     return pieces
 
 
-def _copied(tensor: Tensor, check: Callable[[], None]) -> Tensor:
+def _copied(tensor: Tensor, check: Callable[[], None], memory: Tensor | None) -> Tensor:
     check()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    fits = memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
+    copy = memory if fits and memory is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         move(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes, check)
     else:

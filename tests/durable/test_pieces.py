@@ -51,7 +51,18 @@ def test_a_buffer_is_written_by_the_first_rank_that_has_it() -> None:
 
 def test_copies_stay_as_they_were() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
-    (piece,) = pieces.copies([Bundle("rank 0", (0,), [("w", tensor)], [""])], 0, 2, lambda: None)
+    (piece,) = pieces.copies([Bundle("rank 0", (0,), [("w", tensor)], [""])], 0, 2, lambda: None, {})
     tensor.zero_()
     assert piece.copy.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert piece.owner == "rank 0"
+
+
+def test_memory_is_used_again_where_it_fits() -> None:
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(4)), ("c", torch.ones(0))]
+    memory = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    found = {
+        piece.name: piece.copy
+        for piece in pieces.copies([Bundle("rank 0", (0,), tensors, [""] * 3)], 0, 1, lambda: None, memory)
+    }
+    assert found["a"] is memory["a"] and found["b"] is not memory["b"]
+    assert [found[name].tolist() for name, _ in tensors] == [[1.0] * 3, [1.0] * 4, []]

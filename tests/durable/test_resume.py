@@ -189,3 +189,28 @@ def test_a_job_that_is_stopped_or_loses_its_supervisor_goes_on_from_what_was_in_
     assert {line["begin"] for line in lines(resumed)} == {6}
     calm = run(tmp_path / "calm", None, KILLED, "fsdp", 11, options=TWO_RANKS)
     assert digests(resumed) == digests(calm)
+
+
+@pytest.mark.slow
+def test_everything_that_training_state_can_be_comes_back(tmp_path: Path) -> None:
+    root, script = tmp_path / "ck", TESTS / "swaps" / "state_script.py"
+    calm = run(tmp_path / "calm", None, script, "everything", 11, options=FOUR_RANKS)
+    whole = run(tmp_path / "a", root, script, "everything", 11, options=FOUR_RANKS)
+    only(root, 6)
+    resumed = run(tmp_path / "b", root, script, "everything", 11, options=(*FOUR_RANKS, "--resume"))
+    for done in (whole, resumed):
+        for was, now in zip(by_rank(calm), by_rank(done), strict=True):
+            assert {name for name in was if was[name] != now[name]} == set()
+
+
+def by_rank(done: Done) -> list[dict[str, str]]:
+    return [line["digests"] for line in sorted(lines(done), key=lambda line: line["rank"])]
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_is_named_once_and_harms_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run(tmp_path / "a", tmp_path / "file" / "ck", SWAPS, "fsdp", 11, options=TWO_RANKS)
+    assert done.err.count("no checkpoint of step") == 1 and "Not a directory" in done.err
+    assert {line["step"] for line in lines(done)} == {11}
+    assert done.events("checkpoint") == []
