@@ -24,6 +24,10 @@ def check_checkpoints(settings: RunSettings) -> None:
             "--checkpoint-dir alone does nothing",
             hint="give --checkpoint-interval STEPS to write checkpoints there, or --resume to begin with one",
         )
+    if settings.rehearse:
+        raise UsageError(
+            "--rehearse does not go with --checkpoint-dir", hint="rehearse the script's first steps by themselves"
+        )
     root = Path(settings.checkpoint_dir)
     if root.exists() and not root.is_dir():
         raise UsageError(f"--checkpoint-dir {root} is no folder", hint="give a folder, or the name of a new one")

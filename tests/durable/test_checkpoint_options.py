@@ -25,6 +25,7 @@ def settings(**given: object) -> RunSettings:
         ({"resume": True}, "--resume does nothing without a folder"),
         ({"keep": 3}, "--keep does nothing without a folder"),
         ({"checkpoint_dir": "ck"}, "--checkpoint-dir alone does nothing"),
+        ({"checkpoint_dir": "ck", "resume": True, "rehearse": 2}, "--rehearse does not go with --checkpoint-dir"),
         ({"checkpoint_dir": __file__, "resume": True}, "is no folder"),
     ],
 )
