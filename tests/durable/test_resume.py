@@ -52,6 +52,11 @@ def steps(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
+def published(done: Done) -> list[int]:
+    """The steps of its checkpoints: a version that is due while an older one is being written is left out."""
+    return [event["step"] for event in done.events("checkpoint")]
+
+
 def only(root: Path, step: int) -> None:
     """As if the job had ended before it wrote what is newer."""
     for path in root.iterdir():
@@ -62,50 +67,54 @@ def only(root: Path, step: int) -> None:
 def test_a_rank_that_dies_while_it_writes_leaves_nothing_and_the_job_can_be_resumed_later(tmp_path: Path) -> None:
     root = tmp_path / "ck"
     whole = run(tmp_path / "a", root, SWAPS, "fsdp", 11, options=TWO_RANKS, faults=["writing,1,3"])
-    assert [event["step"] for event in whole.events("checkpoint")] == [6, 9]
+    written = published(whole)
+    assert written in ([6], [9], [6, 9])
     assert [swap["rung"] for swap in whole.events("swap")] == [IN_PLACE]
-    assert steps(root) == [folders.visible_name(6), folders.visible_name(9)]
-    assert whole.status()["checkpoint"] == {"step": 9, "path": str(root / folders.visible_name(9))}
-    only(root, 6)
+    assert steps(root) == [folders.visible_name(step) for step in written]
+    newest = root / folders.visible_name(written[-1])
+    assert whole.status()["checkpoint"] == {"step": written[-1], "path": str(newest)}
+    only(root, written[0])
     resumed = run(tmp_path / "b", root, SWAPS, "fsdp", 11, options=(*TWO_RANKS, "--resume"))
-    assert f"going on from {root / folders.visible_name(6)}" in resumed.err
+    assert f"going on from {root / folders.visible_name(written[0])}" in resumed.err
     assert digests(resumed) == digests(whole)
-    assert steps(root) == [folders.visible_name(6), folders.visible_name(9)]
+    assert folders.visible_name(9) in steps(root)
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_parameters_and_optimizer(tmp_path: Path) -> None:
-    resharded(tmp_path, "fsdp", ("--nproc-per-node", 2), ("--nproc-per-node", 1), (0, 12, 12))
+    resharded(tmp_path, "fsdp", ("--nproc-per-node", 2), ("--nproc-per-node", 1), 2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "before", "after", "place"),
+    ("kind", "before", "after", "were", "are"),
     [
-        ("fsdp", FOUR_RANKS, TWO_RANKS, (0, 12, 12)),
-        ("fsdp", TWO_RANKS, ("--nproc-per-node", 3), (0, 4, 4)),
-        ("ddp", TWO_RANKS, ("--nproc-per-node", 3), (0, 4, 4)),
-        ("zero", ("--nproc-per-node", 3), TWO_RANKS, (0, 9, 9)),
+        ("fsdp", FOUR_RANKS, TWO_RANKS, 4, 2),
+        ("fsdp", TWO_RANKS, ("--nproc-per-node", 3), 2, 3),
+        ("ddp", TWO_RANKS, ("--nproc-per-node", 3), 2, 3),
+        ("zero", ("--nproc-per-node", 3), TWO_RANKS, 3, 2),
     ],
 )
 def test_other_kinds_go_on_with_another_number_of_ranks(
-    kind: str, before: tuple[object, ...], after: tuple[object, ...], place: tuple[int, int, int], tmp_path: Path
+    kind: str, before: tuple[object, ...], after: tuple[object, ...], were: int, are: int, tmp_path: Path
 ) -> None:
-    resharded(tmp_path, kind, before, after, place)
+    resharded(tmp_path, kind, before, after, were, are)
 
 
 def resharded(
-    folder: Path, kind: str, before: tuple[object, ...], after: tuple[object, ...], place: tuple[int, int, int]
+    folder: Path, kind: str, before: tuple[object, ...], after: tuple[object, ...], were: int, are: int
 ) -> None:
     root = folder / "ck"
     written = run(folder / "a", root, RESHARD, kind, 8, options=(*before, "--resume"))
     assert f"phoenix: {root} has no checkpoint: starting at step 0" in written.err
     resumed = run(folder / "b", root, RESHARD, kind, 8, options=(*after, "--resume"))
-    (was,) = [line for line in lines(written) if line["rank"] == 0 and line["step"] == 6]
-    now = [line for line in lines(resumed) if line["step"] == 6]
-    assert {line["rank"] for line in now} != {line["rank"] for line in lines(written)}
+    step = published(written)[-1]
+    (was,) = [line for line in lines(written) if line["rank"] == 0 and line["step"] == step]
+    now = [line for line in lines(resumed) if line["step"] == step]
+    assert len(now) == are
     (zeroth,) = [line for line in now if line["rank"] == 0]
     assert (zeroth["whole"], zeroth["lr"]) == (was["whole"], was["lr"])
-    assert {tuple(line["data"]) for line in now} == {place}, "as many examples as were seen, about"
+    seen = step * were // are
+    assert {tuple(line["data"]) for line in now} == {(0, seen, seen)}, "as many examples as were seen, about"
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
@@ -121,7 +130,7 @@ def test_every_kind_is_resumed_bit_for_bit(kind: str, tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", None, SWAPS, kind, 10, options=FOUR_RANKS)
     whole = run(tmp_path / "a", root, SWAPS, kind, 10, options=FOUR_RANKS)
     assert digests(whole) == digests(calm)
-    only(root, 6)
+    only(root, published(whole)[0])
     resumed = run(tmp_path / "b", root, SWAPS, kind, 10, options=(*FOUR_RANKS, "--resume"))
     assert digests(resumed) == digests(calm)
     assert "going on from" in resumed.err
@@ -131,7 +140,7 @@ def test_every_kind_is_resumed_bit_for_bit(kind: str, tmp_path: Path) -> None:
 def test_when_all_copies_in_memory_are_lost_the_job_goes_on_from_its_own_newest_on_disk(tmp_path: Path) -> None:
     root = tmp_path / "ck"
     calm = run(tmp_path / "calm", None, FAULTY, "ddp", 20, options=TWO_RANKS)
-    faults = ["node,0,10", "node,1,10", "between,1,15"]
+    faults = ["node,0,14", "node,1,14", "between,1,18"]
     done = run(tmp_path / "a", root, FAULTY, "ddp", 20, options=(*TWO_RANKS, "--spares", 2), faults=faults)
     assert [swap["rung"] for swap in done.events("swap")] == [FROM_SCRIPT, IN_PLACE]
     assert f"going on from {root}" in done.err
@@ -145,9 +154,10 @@ def test_any_rank_may_die_around_a_checkpoint(fault: str, tmp_path: Path) -> Non
     calm = run(tmp_path / "calm", None, SWAPS, "fsdp", 14, options=FOUR_RANKS)
     done = run(tmp_path / "a", root, SWAPS, "fsdp", 14, options=FOUR_RANKS, faults=[fault])
     assert digests(done) == digests(calm)
-    assert done.events("checkpoint")[-1]["step"] == 12
-    only(root, 12)
-    resumed = run(tmp_path / "b", root, SWAPS, "fsdp", 14, options=(*FOUR_RANKS, "--resume"), faults=["entry,0,12"])
+    newest = published(done)[-1]
+    only(root, newest)
+    faults = [f"entry,0,{newest}"]
+    resumed = run(tmp_path / "b", root, SWAPS, "fsdp", 14, options=(*FOUR_RANKS, "--resume"), faults=faults)
     assert digests(resumed) == digests(calm)
 
 
@@ -196,7 +206,7 @@ def test_everything_that_training_state_can_be_comes_back(tmp_path: Path) -> Non
     root, script = tmp_path / "ck", TESTS / "swaps" / "state_script.py"
     calm = run(tmp_path / "calm", None, script, "everything", 11, options=FOUR_RANKS)
     whole = run(tmp_path / "a", root, script, "everything", 11, options=FOUR_RANKS)
-    only(root, 6)
+    only(root, published(whole)[0])
     resumed = run(tmp_path / "b", root, script, "everything", 11, options=(*FOUR_RANKS, "--resume"))
     for done in (whole, resumed):
         for was, now in zip(by_rank(calm), by_rank(done), strict=True):
