@@ -94,4 +94,6 @@ class AgentBootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_memory: int = 0  # --copy-memory: bytes that a node's copies may take, 0: what is free
     replica_bandwidth: int = 0  # bytes a second, 0: no limit
     encrypt: bool = False  # what checkpoint servers send each other
+    checkpoint_dir: str = ""  # --checkpoint-dir, empty: none
+    keep: int = 2  # --keep
     slots_key: str = ""  # by which checkpoint servers of this job know each other, hexadecimal; empty: there are none

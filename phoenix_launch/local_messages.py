@@ -99,6 +99,20 @@ class SlotRules(Message, frozen=True):
     peers: tuple[SlotPeer, ...]
 
 
+class SaveSlots(Message, frozen=True):
+    """Write all sealed slots to disk, below this folder. `world`: ranks of the job."""
+
+    folder: str
+    world: int
+
+
+class SlotsSaved(Message, frozen=True):
+    """All is down on the disk in this folder, or why it is not."""
+
+    folder: str
+    error: str = ""
+
+
 class SlotsKept(Message, frozen=True):
     """All sealed slots of this node, sent when they change: nobody older than `generation` changes them any more."""
 
@@ -223,6 +237,7 @@ class WorkerPlan(Message, frozen=True):
     sources: tuple[Source, ...] = ()  # for this rank
     startup: StartupCopy | None = None
     leave: bool = False  # all scripts are over: it need not wait any longer
+    published: Stamp | None = None  # this checkpoint on disk was made visible, or cannot be
 
 
 FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
@@ -231,6 +246,8 @@ CheckpointLocal = (
     | CheckpointUp
     | SlotRules
     | SlotsKept
+    | SaveSlots
+    | SlotsSaved
     | FillSlot
     | SlotSealed
     | ReadSlot

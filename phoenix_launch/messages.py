@@ -95,6 +95,7 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finished: int = -1  # steps that it has finished then
     no_room: NoRoom | None = None  # its copies do not fit
     degraded: str = ""  # why some of its replicas are not where they should be
+    written: Stamp | None = None  # rank 0: a checkpoint that is whole on disk, with the generation that has written it
 
 
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +114,14 @@ class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: Generation
     address: str
     port: int
+    error: str = ""
+
+
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of a checkpoint on disk that was to be made visible. `error`: why it is not."""
+
+    stamp: Stamp
+    path: str
     error: str = ""
 
 
@@ -135,6 +144,7 @@ class NodeReport(Message, frozen=True):
     offered: Generation = NO_GENERATION  # nobody of an older generation writes to its slots any more; they are:
     kept: tuple[KeptSlot, ...] = ()
     slots: SlotPeer | None = None  # where its checkpoint server is
+    published: Published | None = None  # the last checkpoint on disk that it was told to make visible
 
 
 class PeerProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -231,6 +241,8 @@ class NodePlan(Message, frozen=True):
     resumption: Resumption | None = None
     ground: Ground | None = None  # None: nobody of this job knows the runtime
     leave: bool = False  # all scripts are over: who waits for the others may end
+    save: bool = False  # before it leaves: what it keeps in memory goes to disk, if the job has a folder for that
+    publish: Stamp | None = None  # make this checkpoint on disk visible, which rank 0 here has reported as whole
 
 
 class Probe(Message, frozen=True):

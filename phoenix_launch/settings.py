@@ -51,6 +51,11 @@ class RunSettings:
     master_port: int | None = None
     local_addr: str = ""
 
+    checkpoint_dir: str = ""
+    checkpoint_interval: int = 0  # completed steps, 0: none are written
+    resume: bool = False
+    keep: int = 2
+
     max_restarts: int = 0
     max_failures_per_host: int = 3
     monitor_interval: float = 0.1

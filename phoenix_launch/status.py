@@ -73,6 +73,13 @@ class SwapStatus(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""  # not in place
 
 
+class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest checkpoint on disk that this job has made visible."""
+
+    step: int
+    path: str
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     job: str
@@ -87,6 +94,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeStatus, ...] = ()
     ranks: tuple[RankStatus, ...] = ()
     last_swap: SwapStatus | None = None
+    checkpoint: CheckpointStatus | None = None
     reason: str = ""  # one line of why it ended as it did, or is orphaned
     stopped_by: str = ""  # the signal that ended it, or that `stop` sent; its state is "failed" then
     as_of: float | None = None  # unix seconds: when all of this was so

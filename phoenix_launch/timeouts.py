@@ -60,6 +60,8 @@ _ROWS: Final = (
     Timeout("slot_piece", 10.0, "a checkpoint server takes, gives or answers for the next piece of a copy"),
     Timeout("partner", 5.0, "a node that is asked to keep a replica takes it, before another one is asked"),
     Timeout("slot_request", 30.0, "a node's checkpoint server answers a worker that wants to write or read a slot"),
+    Timeout("last_checkpoint", 120.0, "a script that is over waits for a checkpoint on disk that is being written"),
+    Timeout("emergency_save", 60.0, "a node that has to stop writes its copies in memory to disk"),
     Timeout("shutdown", 30.0, "a worker ends after its signal; then SIGKILL to its whole tree", "--shutdown-timeout"),
     Timeout("drain_output", 2.0, "a dead worker's last lines are read (a child of it may hold the pipe open)"),
     Timeout("reap", 5.0, "a process is gone after SIGKILL"),

@@ -41,6 +41,7 @@ class Position:
     """Between two batches. `served`: of this epoch; `total`: of all; `begin`: the draws of the epoch's begin, None before it.
 
     `own`: where the loader's own generators stand now. `loader`: its own state, where it has one and has been read.
+    `approximate`: of a job with another number of ranks; it may lie behind the epoch's end.
     """
 
     order: ClassVar[int] = EARLY
@@ -50,6 +51,7 @@ class Position:
     begin: Draws | None
     own: tuple[GeneratorState, ...] = ()
     loader: Any = None
+    approximate: bool = False
 
     def place(self) -> tuple[int, int, int]:
         return self.epoch, self.served, self.total
@@ -257,6 +259,11 @@ class Batches:
             try:
                 next(self._frontier.iterator)
             except StopIteration:
+                if position.approximate:
+                    self._end_epoch()
+                    self._frontier.position = Position(position.epoch + 1, 0, position.total, None)
+                    self.epoch = position.epoch + 1
+                    return
                 raise ScriptError(
                     f"epoch {position.epoch} ended after {fetched} batches; in the process before it had at least"
                     f" {position.served}",

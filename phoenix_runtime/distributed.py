@@ -20,6 +20,8 @@ from phoenix_launch.timeouts import timeout as row
 from phoenix_runtime import communicators, leaving, link, rehearsal
 from phoenix_runtime.checkpoint import private
 from phoenix_runtime.checkpoint.copier import Copier
+from phoenix_runtime.checkpoint.disk import DIRECTORY, Disk
+from phoenix_runtime.checkpoint.talk import LeftError
 from phoenix_runtime.communicators import BACKEND
 from phoenix_runtime.control import Control
 from phoenix_runtime.errors import ScriptError
@@ -100,10 +102,13 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     FAULT_POINTS.arm(os.environ.get(FAULTS, ""), os.environ.get("RANK", "0"))
     FAULT_POINTS.reached("start")
     copier: list[Copier] = []
+    disk: Disk | None = None
 
     def abort(reason: BaseException) -> tuple[str, ...]:
         for each in copier:
             each.stop()
+        if disk is not None:
+            disk.durable.stop()
         stuck = BACKEND.abort(reason, row("abort"))
         if LOOP.in_section and control is not None:  # however long it may take to come to its end
             control.report(outside=IN_SECTION)
@@ -128,13 +133,28 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     dist.init_process_group(communicators.NAME, timeout=patience, **options)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = BACKEND.own_group(_AGREEMENT) if world > 1 else None
-    no_room = partial(_no_room, control)
-    degraded = partial(_degraded, control)
-    copier.append(Copier(os.environ[JOB], rank, BACKEND.gate, group, no_room=no_room, degraded=degraded))
-    swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check)
+    if os.environ.get(DIRECTORY):
+        disk = Disk.opened(os.environ, BACKEND, control, rank, world)
+    copier.append(
+        Copier(
+            os.environ[JOB],
+            rank,
+            BACKEND.gate,
+            group,
+            no_room=partial(_no_room, control),
+            degraded=partial(_degraded, control),
+            to_disk=disk.durable if disk is not None else None,
+        )
+    )
+    swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check, disk=disk)
     LOOP.repair = swaps
     BACKEND.gate.outside = swaps.outside
     leaving.at_the_end(swaps.leave, swaps.stop)
+    if disk is not None:
+        try:
+            disk.choose(control.plan)
+        except LeftError as error:  # a process of the job failed meanwhile
+            BACKEND.gate.refuse(error)
 
 
 def _no_room(control: Control, found: NoRoom) -> None:

@@ -32,14 +32,17 @@ class FaultPoints:
                 name = f"{point}.{whose}.{steps.replace('/', '-')}"
                 self._armed.setdefault(point, {}).update({int(step): name for step in steps.split("/")})
 
-    def reached(self, point: str) -> None:
-        """Die here, by SIGKILL, if a fault is armed for this point and step and has not happened yet."""
-        if self._armed and self.happens(point):
+    def reached(self, point: str, step: int | None = None) -> None:
+        """Die here, by SIGKILL, if a fault is armed for this point and step and has not happened yet.
+
+        `step`: of what is done here, where that is not done for the step that the loop is in.
+        """
+        if self._armed and self.happens(point, step):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def happens(self, point: str) -> bool:
+    def happens(self, point: str, step: int | None = None) -> bool:
         """Whether a fault is armed here that has not happened yet; now it has."""
-        name = self._armed.get(point, {}).get(self.step)
+        name = self._armed.get(point, {}).get(self.step if step is None else step)
         if name is None:
             return False
         try:

@@ -24,7 +24,8 @@ from phoenix_launch.wire import Generation
 from phoenix_runtime import link
 from phoenix_runtime.checkpoint import bundles, restore
 from phoenix_runtime.checkpoint.copier import Copier
-from phoenix_runtime.checkpoint.filling import Footing
+from phoenix_runtime.checkpoint.disk import Disk
+from phoenix_runtime.checkpoint.filling import NO_COPIES, Footing
 from phoenix_runtime.checkpoint.fingerprints import withdrawal
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.backend import PhoenixBackend
@@ -83,8 +84,9 @@ class Swaps:
         rank: int,
         world: int,
         check: Callable[[], None],
+        disk: Disk | None = None,
     ) -> None:
-        self._backend, self._control, self._copier = backend, control, copier
+        self._backend, self._control, self._copier, self._disk = backend, control, copier, disk
         self._rank, self._world, self._check = rank, world, check
         first = control.plan
         self.generation = first.generation  # whose communicators this process has; a replacement: will have
@@ -117,6 +119,8 @@ class Swaps:
             if self.alone:
                 self._results.begin_to_pass()
             link.report(step=state.step)
+        elif self._state is None and self._disk is not None and self._disk.load_into(state):
+            link.report(step=state.step)
 
     def begin(self, state: TrainState) -> None:
         """What the script did since it made the state is undone: it did so before its predecessor's first step, too."""
@@ -129,19 +133,24 @@ class Swaps:
             return
         if self._inherits is not None:
             self._load(state)
+        elif self._disk is not None:
+            self._disk.load_into(state)
         self._state, self._inherits = state, None
         ground = self._control.plan.ground
         if ground is not None and ground.interval == 0:
-            self._without_copies("copies in memory are off (--snapshot-interval 0)")
+            self._without_copies("copies in memory are off (--snapshot-interval 0)", state.step)
             return
         try:
             self._resume(self._control.wait_for(can_copy, timeout("copies_ready")), state.step)
         except TimeoutError:
-            self._without_copies("not all nodes can keep copies in memory")
+            self._without_copies("not all nodes can keep copies in memory", state.step)
 
-    def _without_copies(self, why: str) -> None:
+    def _without_copies(self, why: str, step: int) -> None:
         self._copies = False
-        link.remark(f"{why}: a failure starts the script again")
+        if self._disk is not None:
+            self._copier.resume(Footing(self.generation, NO_COPIES, step, ""))
+        if self._rank == 0:
+            link.remark(f"{why}: a failure starts the script again")
         self._control.report(outside=why)
 
     def entered(self, state: TrainState, function: Callable[[], object], captured: Captured, *, again: bool) -> None:
@@ -170,7 +179,7 @@ class Swaps:
             self._said_holds = True
             self._backend.late = self._groups.made
         self._groups.look()
-        if not self._copies:
+        if not self._copies and self._disk is None:
             return
         private_part = Private(
             captured, state.step, self._record(), self._results.to_keep(), bundles.withdrawn(state)
@@ -195,7 +204,7 @@ class Swaps:
         FAULT_POINTS.reached("before-optimizer")
         if self.alone:
             raise StepAborted("the step was run alone")
-        if self._copies:
+        if self._copies or self._disk is not None:
             self._copier.wait(self._check)
         FAULT_POINTS.reached("optimizer")
 
@@ -347,6 +356,8 @@ class Swaps:
 
     def _resume(self, plan: WorkerPlan, version: int) -> None:
         assert plan.ground is not None
+        if self._disk is not None:
+            self._disk.durable.resume(version)
         self._copier.resume(Footing(plan.generation, plan.ground, version, plan.slots))
 
     def _record(self) -> bytes:
@@ -371,14 +382,20 @@ class Swaps:
 
     def leave(self) -> None:
         """The script is over: wait for all others."""
+        if self._disk is not None:
+            self._disk.finish(timeout("last_checkpoint"))
         self._control.report(leaving=True, finished=0 if self._state is None else self._state.step)
         FAULT_POINTS.reached("leave")
         with contextlib.suppress(AgentGoneError):
             self._control.wait_for(lambda plan: plan.leave)
         self._copier.end()
+        if self._disk is not None:
+            self._disk.durable.end()
 
     def stop(self) -> None:
         """The script has failed: no thread of this process goes on."""
         if not self.alone:
             self._backend.abort(RuntimeError("the script has failed"), timeout("abort"))
         self._copier.end()
+        if self._disk is not None:
+            self._disk.durable.end()

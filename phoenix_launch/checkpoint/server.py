@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, NoReturn
 
 from phoenix_launch import channel
@@ -23,12 +24,21 @@ from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import SlotPairs, Standing
 from phoenix_launch.checkpoint.peer_link import Identity
 from phoenix_launch.checkpoint.replication import Partner
+from phoenix_launch.checkpoint.saved import save
 from phoenix_launch.checkpoint.slices import SlicedFills
 from phoenix_launch.checkpoint.worker_connection import WorkerConnection
 from phoenix_launch.copies import SlotPeer
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.job.commit import Lineage
-from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, NodeLocal, SlotRules, SlotsKept
+from phoenix_launch.local_messages import (
+    CheckpointSettings,
+    CheckpointUp,
+    NodeLocal,
+    SaveSlots,
+    SlotRules,
+    SlotsKept,
+    SlotsSaved,
+)
 from phoenix_launch.node.cgroup import ControlGroup, memory_free
 from phoenix_launch.processes import die_with_parent
 from phoenix_launch.wire import NO_GENERATION
@@ -50,6 +60,7 @@ class Server:
         self._key = bytes.fromhex(settings.key)
         self._pace = Pace(settings.bandwidth)
         self._changed = threading.Condition()
+        self._saying = threading.Lock()
         self._stale = True  # the agent does not know yet what is kept
         self._rules = SlotRules(NO_GENERATION, 0, (), (), ())
         self._partners: dict[SlotPeer, Partner] = {}
@@ -75,6 +86,9 @@ class Server:
             threading.Thread(target=self._take_in, args=(door, serve), daemon=True).start()
         while (received := self._hear()) is not None:
             message, descriptors = received
+            if isinstance(message, SaveSlots):
+                self._save(message)
+                continue
             if not isinstance(message, SlotRules) or descriptors:
                 raise ProtocolError(f"an agent sent a {type(message).__name__} to its checkpoint server")
             self._follow(message)
@@ -111,6 +125,19 @@ class Server:
         self.pairs.workers = len(rules.workers)
         self.pairs.follow(Standing(rules.generation, rules.resume, Lineage(rules.lineage)))
 
+    def _save(self, wanted: SaveSlots) -> None:
+        """The job ends: nothing else is of importance any more."""
+        try:
+            saved = SlotsSaved(str(save(self.pairs, Path(wanted.folder), self._settings.node, wanted.world)))
+        except OSError as error:
+            saved = SlotsSaved("", str(error))
+        self._say(saved)
+
+    def _say(self, message: NodeLocal) -> None:
+        """To the agent; the main thread sees it when that is gone."""
+        with self._saying, contextlib.suppress(OSError):
+            channel.send(self._agent, message)
+
     def _wake_reporter(self) -> None:
         with self._changed:
             self._stale = True
@@ -125,8 +152,7 @@ class Server:
             kept = self.pairs.kept()
             if kept != told:
                 told = kept
-                with contextlib.suppress(OSError):  # the main thread sees that it is gone
-                    channel.send(self._agent, SlotsKept(*kept))
+                self._say(SlotsKept(*kept))
 
     # --- the doors ---
 

@@ -335,7 +335,7 @@ class _Transition(Starting):
     def _settle_leaving(self) -> None:
         state = self.state
         assert state.outcome is not None
-        over = self.now - state.since > state.rules.teardown_timeout
+        over = self.now - state.since > state.rules.teardown_timeout + state.rules.save_timeout
         if over or not any(member.alive for member in state.members.values()):
             self._enter(Phase.FINISHED)
             self.actions.append(Finished(state.outcome))

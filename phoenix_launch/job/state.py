@@ -69,6 +69,7 @@ class Rules:
     leave_timeout: float = 60.0  # and it has come to the end of its step
     left_behind_timeout: float = 10.0  # a worker is in a step that another one will never begin
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
+    save_timeout: float = 0.0  # and before that: writing what it keeps in memory to disk
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
     replicas: int = 1  # in other failure domains, of what only one of them holds
     replica_distance: int = 1

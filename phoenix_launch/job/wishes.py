@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phoenix_launch.copies import StartupCopy
+from phoenix_launch.copies import Stamp, StartupCopy
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE
 from phoenix_launch.job import holding
 from phoenix_launch.job.commit import Lineage
 from phoenix_launch.job.placement import RankPlace
@@ -35,6 +36,8 @@ class Wish:
     lineage: Lineage = field(default_factory=Lineage)
     ground: Ground | None = None
     leave: bool = False  # all scripts are over
+    publish: Stamp | None = None  # a checkpoint on disk
+    save: bool = False  # what is in memory goes to disk first
 
     @property
     def stage(self) -> int:
@@ -48,7 +51,7 @@ def wish_for(state: State, index: int) -> Wish:
     generation = state.generation
     grace = state.rules.shutdown_timeout
     if not member.alive or state.phase in (Phase.LEAVING, Phase.FINISHED):
-        return Wish(generation, PlanPhase.LEAVE)
+        return Wish(generation, PlanPhase.LEAVE, save=member.alive and _must_stop(state))
     if state.phase is Phase.STOPPING:
         return Wish(generation, PlanPhase.STOP, signal=state.signal, grace=state.grace)
     if state.swap is not None:
@@ -66,7 +69,7 @@ def wish_for(state: State, index: int) -> Wish:
             return Wish(
                 generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace,
                 born=_born(state, places), recovery=state.recovery, lineage=state.lineage,
-                ground=ground(state), leave=state.leave,
+                ground=ground(state), leave=state.leave, publish=to_publish(state, index),
             )  # fmt: skip
     return Wish(generation, PlanPhase.PARK, lineage=state.lineage, ground=ground(state))
 
@@ -86,6 +89,22 @@ def _swap_wish(state: State, index: int) -> Wish:
 def _born(state: State, places: tuple[RankPlace, ...]) -> dict[int, Generation]:
     born = {place.rank: state.holders[place.rank].born for place in places if place.rank in state.holders}
     return {rank: generation for rank, generation in born.items() if generation < state.generation}
+
+
+def _must_stop(state: State) -> bool:
+    """The job ends in the middle, and not by its own fault."""
+    code = state.outcome.exit_code if state.outcome is not None else EXIT_OK
+    return code == EXIT_DO_NOT_REQUEUE or code > EXIT_SIGNAL_BASE
+
+
+def to_publish(state: State, index: int) -> Stamp | None:
+    """The checkpoint that rank 0, on this node, says is whole on disk. Of an older generation than the job's it may be
+    whole or not: whoever was replaced may still be writing."""
+    holder = state.holders.get(0)
+    if holder is None or holder.node != index or holder.runtime is None:
+        return None
+    written = holder.runtime.written
+    return written if written is not None and written.generation == state.generation else None
 
 
 def ground(state: State) -> Ground | None:

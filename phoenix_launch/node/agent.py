@@ -109,6 +109,7 @@ class Agent:
         self._sequence = 0
         self._said_at = float("-inf")
         self._said: NodeReport | None = None
+        self._leaving = False  # the supervisor has told us to
         self._exit: int | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -141,9 +142,12 @@ class Agent:
         while actions := self._state.decide(self._clock.now):
             for action in actions:
                 if isinstance(action, Leave):
-                    self._leave()
-                    return
-                self._workers.act(action)
+                    self._leaving = True
+                else:
+                    self._workers.act(action)
+        if self._leaving and self._saved():
+            self._leave()
+            return
         self._workers.support.advance(lambda: self._workers.environment)
         for dialer in self._dialers:
             dialer.advance(self._clock.now)
@@ -151,6 +155,11 @@ class Agent:
         self._say_remarks()
         self._report()
         self._check_supervisor()
+
+    def _saved(self) -> bool:
+        """Whether nothing is left to be saved before everything here ends."""
+        plan = self._state.plan
+        return plan is None or not plan.save or self._workers.support.saved(self._clock.now)
 
     def _watch_guardian(self) -> None:
         try:
@@ -184,6 +193,11 @@ class Agent:
         if self._unreachable and not self._heard:
             self._end_alone()
         elif silent >= timeouts.orphan and self._exit is None:
+            support = self._workers.support
+            if support.can_save:
+                self._workers.kill_all()  # a version that all nodes have is only left when nobody goes on
+                if not support.saved(self._clock.now):
+                    return
             say(f"phoenix agent: no word from the supervisor for {silent:.0f} s, {self._bootstrap.node} ends")
             self._end_alone()
 
@@ -251,8 +265,9 @@ class Agent:
             return
         ranks, support = self._workers.rank_reports(), self._workers.support
         report = node_report(
-            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer
-        )
+            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer,
+            support.published,
+        )  # fmt: skip
         if due or is_news(report, self._said):
             self._said, self._said_at, self._sequence = report, now, report.seq
             self._link.send(report, self._generation)

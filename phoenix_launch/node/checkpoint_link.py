@@ -12,7 +12,15 @@ from typing import Final
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.copies import SlotPeer
-from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, NodeLocal, SlotRules, SlotsKept
+from phoenix_launch.local_messages import (
+    CheckpointSettings,
+    CheckpointUp,
+    NodeLocal,
+    SaveSlots,
+    SlotRules,
+    SlotsKept,
+    SlotsSaved,
+)
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.fresh_process import Started, start
 from phoenix_launch.node.local_stream import LocalStream
@@ -64,6 +72,7 @@ class CheckpointLink:
         self._rules: SlotRules | None = None  # what the server was told last
         self._kept = _NOTHING
         self.peer: SlotPeer | None = None  # where it is, when it is up
+        self.saved: SlotsSaved | None = None  # what became of the wish to save it all
 
     # --- what it is asked --------------------------------------------------------------------------------------------
 
@@ -88,6 +97,11 @@ class CheckpointLink:
         if self._stream is not None and self.peer is not None and rules != self._rules:
             self._rules = rules
             self._stream.say(rules)
+
+    def save(self, message: SaveSlots) -> None:
+        """What it keeps goes to disk; `saved` says when."""
+        if self._stream is not None:
+            self._stream.say(message)
 
     def close(self) -> None:
         """The server ends at this."""
@@ -183,6 +197,8 @@ class CheckpointLink:
                 self._break(error)
             case SlotsKept():
                 self._kept = message
+            case SlotsSaved():
+                self.saved = message
             case _:
                 self._break(f"it sent a {type(message).__name__}")
 

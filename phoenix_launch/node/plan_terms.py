@@ -58,7 +58,9 @@ def keeps_store(plan: NodePlan) -> bool:
     return plan.phase in _HAS_WORKERS and plan.resumption is not None
 
 
-def worker_plan(plan: NodePlan | None, member: Member, node: int, slots: str) -> WorkerPlan | None:
+def worker_plan(
+    plan: NodePlan | None, member: Member, node: int, slots: str, published: Stamp | None = None
+) -> WorkerPlan | None:
     """What this worker is to be told now; None: nothing new. `slots`: the path of the checkpoint server's socket."""
     if plan is None or (order := order_for(plan, member)) is None:
         return None
@@ -73,6 +75,7 @@ def worker_plan(plan: NodePlan | None, member: Member, node: int, slots: str) ->
         order.sources,
         order.startup,
         plan.leave,
+        published if order.rank == 0 else None,
     )
 
 
@@ -85,11 +88,13 @@ class SlotTerms:
         self._resume = 0
         self._lineage: tuple[Stamp, ...] = ()
         self._peers: tuple[SlotPeer, ...] = ()
+        self.world = 0  # ranks of the job, 0: not known
 
     def follow(self, plan: NodePlan) -> None:
         if plan.phase in _MOVES_SLOTS:
             self._generation = plan.generation
         if plan.ground is not None:
+            self.world = len(plan.ground.places) or self.world
             self._peers = tuple(peer for peer in plan.ground.servers if peer.node != self._node)
         if plan.resumption is not None:
             self._lineage = plan.resumption.lineage

@@ -6,7 +6,15 @@ import msgspec
 
 from phoenix_launch.copies import KeptSlot, SlotPeer
 from phoenix_launch.local_messages import SlotsKept
-from phoenix_launch.messages import ExitReport, NodePlan, NodeReport, PlanPhase, RankReport, RuntimeReport
+from phoenix_launch.messages import (
+    ExitReport,
+    NodePlan,
+    NodeReport,
+    PlanPhase,
+    Published,
+    RankReport,
+    RuntimeReport,
+)
 from phoenix_launch.node.actions import Member
 from phoenix_launch.node.process import NodeProcess
 from phoenix_launch.node.state import NodeState
@@ -45,6 +53,7 @@ def node_report(
     ranks: tuple[RankReport, ...],
     kept: SlotsKept | None,
     slots: SlotPeer | None,
+    published: Published | None = None,
 ) -> NodeReport:
     parked = state.parked_pids()
     offered, offer_of = offer(state.plan, kept)
@@ -62,6 +71,7 @@ def node_report(
         offered=offered,
         kept=offer_of,
         slots=slots,
+        published=published,
     )
 
 
@@ -75,7 +85,7 @@ def is_news(report: NodeReport, last: NodeReport | None) -> bool:
 
 def _news(report: NodeReport) -> tuple[object, ...]:
     state = (report.prepared, report.parked_pids, report.quiesced, report.applied, report.store, report.complaint)
-    slots = (report.offered, report.slots)
+    slots = (report.offered, report.slots, report.published)
     ranks = tuple((r.rank, r.generation, r.pid, r.state, _runtime_news(r.runtime)) for r in report.ranks)
     exits = tuple((r.exit.code, r.exit.error, r.exit.tail, r.exit.oom_killed) for r in report.ranks if r.exit)
     return (*state, *slots, ranks, exits)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from phoenix_launch.copies import SlotPeer
 from phoenix_launch.local_messages import SlotsKept
-from phoenix_launch.messages import NodePlan, RuntimeReport
+from phoenix_launch.messages import NodePlan, Published, RuntimeReport
 from phoenix_launch.node.checkpoint_link import CheckpointLink
+from phoenix_launch.node.emergency import EmergencySave
 from phoenix_launch.node.plan_terms import SlotTerms, worker_plan
 from phoenix_launch.node.poll_loop import PollLoop
+from phoenix_launch.node.publisher import Publisher
 from phoenix_launch.node.runtime_folder import LONGEST_NAME
 from phoenix_launch.node.state import NodeState
 from phoenix_launch.node.worker_links import WorkerLinks
@@ -26,12 +28,16 @@ class RuntimeSupport:
         runtime: Path,
         state: NodeState,
         checkpoint: CheckpointLink,
+        publisher: Publisher,
+        emergency: EmergencySave,
         remark: Callable[[str], None],
     ) -> None:
         """Listens for workers in the folder `runtime`. Raises OSError."""
         self._node = node
         self._state = state
         self._checkpoint = checkpoint
+        self._publisher = publisher
+        self._emergency = emergency
         self._links = WorkerLinks(loop, f"{runtime}{LONGEST_NAME}", state.workers, remark)
         self._terms = SlotTerms(node)
         self._wanted = False
@@ -39,6 +45,7 @@ class RuntimeSupport:
     def follow(self, plan: NodePlan) -> None:
         """The node has a new plan."""
         self._terms.follow(plan)
+        self._publisher.follow(plan)
         self._wanted = self._wanted or plan.ground is not None
 
     def advance(self, environment: Callable[[], dict[str, str]]) -> None:
@@ -53,7 +60,8 @@ class RuntimeSupport:
         if rules is not None:
             self._checkpoint.follow(rules)
         plan, path = self._state.plan, self._checkpoint.path
-        self._links.tell(lambda member: worker_plan(plan, member, self._node, path))
+        published = None if self.published is None else self.published.stamp
+        self._links.tell(lambda member: worker_plan(plan, member, self._node, path, published))
 
     def ended(self, key: int) -> None:
         """This worker's process has ended."""
@@ -73,6 +81,20 @@ class RuntimeSupport:
         """Where this node's checkpoint server is; None: it has none, or none yet."""
         return self._checkpoint.peer
 
+    @property
+    def published(self) -> Published | None:
+        """What became of the last checkpoint on disk that was to be made visible."""
+        return self._publisher.done
+
+    @property
+    def can_save(self) -> bool:
+        return self._emergency.possible
+
+    def saved(self, now: float) -> bool:
+        """Whether all copies in memory are on disk, or cannot be. Begins with it; to be asked again until it is True."""
+        return self._emergency.over(self._terms.world, now)
+
     def close(self) -> None:
+        self._publisher.close()
         self._links.close()
         self._checkpoint.close()

@@ -30,6 +30,7 @@ from phoenix_launch.node.actions import (
 )
 from phoenix_launch.node.cgroup import ControlGroup, OomWatch
 from phoenix_launch.node.checkpoint_link import CheckpointLink
+from phoenix_launch.node.emergency import EmergencySave
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.fork_link import LOCAL_SECONDS, ForkServer
 from phoenix_launch.node.fresh_process import Started, start
@@ -38,6 +39,7 @@ from phoenix_launch.node.output import OutputPump, SpareLabel, WorkerLabel
 from phoenix_launch.node.owned_processes import OwnedProcesses
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.process import NodeProcess, read_error_file
+from phoenix_launch.node.publisher import Publisher
 from phoenix_launch.node.report import rank_report
 from phoenix_launch.node.runtime_support import RuntimeSupport
 from phoenix_launch.node.state import NodeState
@@ -98,7 +100,9 @@ class Workers:
             lambda reason: state.on_fork_server_gone(reason, clock.now),
         )
         checkpoint = CheckpointLink(loop, bootstrap, address, runtime, self._owned, self._endings, pump, clock, remark)
-        self.support = RuntimeSupport(loop, bootstrap.index, runtime, state, checkpoint, remark)
+        publisher = Publisher(loop, bootstrap.checkpoint_dir, bootstrap.job, bootstrap.keep, remark)
+        emergency = EmergencySave(bootstrap.checkpoint_dir, checkpoint, remark)
+        self.support = RuntimeSupport(loop, bootstrap.index, runtime, state, checkpoint, publisher, emergency, remark)
         self._groups = ControlGroup()
         self._oom = OomWatch(self._groups.oom_kills())
 
@@ -390,6 +394,12 @@ class Workers:
                 process = self._owned[member.key]
                 if process.pidfd >= 0:
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Every worker, at once: what comes after is not disturbed by them."""
+        for member in self._state.workers():
+            if member.order is not None and member.alive:
+                self.kill_rank(member.order.rank)
 
     def end_everything(self) -> list[ProcessStat]:
         """Nothing below this process lives any more; returns what would not die."""

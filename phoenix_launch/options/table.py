@@ -19,6 +19,7 @@ class Group(enum.Enum):
     WHAT = "What runs"
     HOSTS = "Hosts"
     TORCHRUN = "torchrun compatibility"
+    CHECKPOINTS = "Checkpoints on disk"
     FAILURES = "Failures"
     COPIES = "Copies in memory"
     OUTPUT = "Output"
@@ -60,7 +61,8 @@ class Option:
         return tuple(variable for variable in (own, self.also_environment) if variable)
 
 
-_W, _H, _T, _F, _C, _P = Group.WHAT, Group.HOSTS, Group.TORCHRUN, Group.FAILURES, Group.COPIES, Group.OUTPUT
+_W, _H, _T = Group.WHAT, Group.HOSTS, Group.TORCHRUN
+_F, _C, _D, _P = Group.FAILURES, Group.COPIES, Group.CHECKPOINTS, Group.OUTPUT
 _PET, _OWN, _FLAG = Origin.TORCHRUN, Origin.OURS, Origin.TORCHRUN_FLAG_ONLY
 
 OPTIONS: Final[tuple[Option, ...]] = (
@@ -109,6 +111,14 @@ OPTIONS: Final[tuple[Option, ...]] = (
            "Accepted; events are in the job's journal."),
     Option("logs-specs", _T, _FLAG, v.NAME, "Accepted; logs are laid out as ever."),
 
+    Option("checkpoint-dir", _D, _OWN, v.FOLDER,
+           "Where checkpoints on disk are, or are to be: a folder that all hosts share."),
+    Option("checkpoint-interval", _D, _OWN, v.COUNT,
+           "Write a checkpoint each time so many steps are completed, while training goes on; 0: none."),
+    Option("resume", _D, _OWN, v.SWITCH,
+           "Begin with the newest whole checkpoint in --checkpoint-dir; where there is none, at step 0."),
+    Option("keep", _D, _OWN, v.COUNT_FROM_1, "How many checkpoints are kept; older ones are removed."),
+
     Option("max-restarts", _F, _PET, v.COUNT,
            "How often all workers are restarted because one failed; a lost node does not count."),
     Option("max-failures-per-host", _F, _OWN, v.COUNT_FROM_1, "A host that failed this often is not used any more."),
@@ -139,7 +149,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("encrypt", _C, _OWN, v.SWITCH, "Encipher what nodes send each other of the training state."),
     Option("copy-memory", _C, _OWN, v.SIZE, "At most this much memory of each node for copies (0: what is free)."),
 
-    Option("log-dir", _P, _PET, v.FOLDER, "Where log files go instead of the job's folder; /dev/null: nowhere."),
+    Option("log-dir", _P, _PET, v.LOG_FOLDER, "Where log files go instead of the job's folder; /dev/null: nowhere."),
     Option("redirects", _P, _PET, v.STREAMS,
            "Streams for files only: 0 none, 1 stdout, 2 stderr, 3 both; for all, or per local rank.", short="-r"),
     Option("tee", _P, _PET, v.STREAMS, "Streams that go to files and to the console.", short="-t"),

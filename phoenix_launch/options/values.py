@@ -277,6 +277,12 @@ def job_name(value: str) -> str:
     return value
 
 
+def folder(value: str) -> str:
+    if not value or "\0" in value:
+        raise ValueError("must be a folder")
+    return value
+
+
 def log_folder(value: str) -> str:
     if not value or "\0" in value:
         raise ValueError("must be a folder, or /dev/null for no log files")

@@ -19,11 +19,11 @@ from phoenix_launch.job.events import Action
 from phoenix_launch.job.last_words import born, files_about, summary
 from phoenix_launch.job.redundancy import Redundancy, redundancy
 from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, Rung, State
-from phoenix_launch.messages import NodeReport, ProcessState, RankReport
+from phoenix_launch.messages import NodeReport, ProcessState, Published, RankReport
 from phoenix_launch.records.folders import JobFolder, settings_document
 from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
-from phoenix_launch.status import CopyStatus, JobState, JobStatus, Move, NodeStatus, RankStatus
+from phoenix_launch.status import CheckpointStatus, CopyStatus, JobState, JobStatus, Move, NodeStatus, RankStatus
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.repairs import SCRIPT, Repairs
 from phoenix_launch.wire import Generation
@@ -47,6 +47,7 @@ class Chronicle:
     outputs: dict[int, OutputSettings] = field(default_factory=dict)  # where the output of each node's workers goes
     _seen_workers: set[tuple[int, Generation]] = field(default_factory=set)
     _seen_parked: set[int] = field(default_factory=set)
+    _published: Published | None = None  # the newest one
     _unsaved: bool = False  # said once
     _started_anew: bool = False  # a worker whose pid is not in status.json yet
     _saved_at: float = 0.0
@@ -114,10 +115,20 @@ class Chronicle:
                 self._seen_workers.add(key)
                 self._started_anew = True
                 self.journal.write("worker_started", rank.generation, node=name, rank=rank.rank, pid=rank.pid)
+        if report.published is not None:
+            self._checkpoint(report.published)
         for pid in report.parked_pids:
             if pid not in self._seen_parked:
                 self._seen_parked.add(pid)
                 self.journal.write("spare_parked", report.applied, node=name, pid=pid)
+
+    def _checkpoint(self, published: Published) -> None:
+        """Reports say it again and again; a node that lost rank 0 keeps saying an older one."""
+        before = self._published
+        if published.error or (before is not None and published.stamp <= before.stamp):
+            return
+        self._published = published
+        self.journal.write("checkpoint", published.stamp.generation, step=published.stamp.version, path=published.path)
 
     def keep(self, state: State, now: float) -> None:
         """Save the status now and then: it is all that is known of the job once the supervisor is killed."""
@@ -223,6 +234,9 @@ class Chronicle:
             nodes=_parted(self._nodes(state)) if outcome else self._nodes(state),
             ranks=ranks,
             last_swap=self.repairs.last,
+            checkpoint=None
+            if self._published is None
+            else CheckpointStatus(step=self._published.stamp.version, path=self._published.path),
             reason=outcome.text if outcome else "",
             stopped_by=_signal(outcome),
             as_of=time.time(),

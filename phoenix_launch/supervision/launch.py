@@ -10,6 +10,7 @@ from phoenix_launch.hosts.facts import interface_addresses
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job.drills import check_targets, parse_plan
 from phoenix_launch.node.arrival import EVERYWHERE
+from phoenix_launch.options.checkpoints import check_checkpoints
 from phoenix_launch.options.nodes import nodes_of
 from phoenix_launch.records.folders import JobFolder, jobs_root, new_job_id
 from phoenix_launch.settings import RunSettings, check_timeouts
@@ -22,6 +23,7 @@ from phoenix_launch.supervision.opening import Job
 def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
     """Run a job to its end; returns the exit code. Raises PhoenixError for what the user can mend."""
     check_timeouts(settings.timeouts())
+    check_checkpoints(settings)
     for text in settings.drills:
         parse_plan(text)
     if settings.joins:

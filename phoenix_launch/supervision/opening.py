@@ -144,5 +144,7 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         copy_memory=settings.copy_memory,
         replica_bandwidth=settings.replica_bandwidth,
         encrypt=settings.encrypt,
+        checkpoint_dir=os.path.abspath(settings.checkpoint_dir) if settings.checkpoint_dir else "",
+        keep=settings.keep,
         slots_key=job.slots_key,
     )

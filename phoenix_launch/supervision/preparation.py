@@ -10,6 +10,7 @@ from phoenix_launch.hosts.environment import job_environment
 from phoenix_launch.job.environment import job_wide_environment
 from phoenix_launch.job.state import Phase, State
 from phoenix_launch.messages import Prepare
+from phoenix_launch.options.checkpoints import of_workers
 from phoenix_launch.supervision.muster import Muster, Recruit, worker_slots
 from phoenix_launch.supervision.opening import Job
 
@@ -48,6 +49,7 @@ class Preparation:
             for text in filter(None, (remark, self._unbound())):
                 say(f"phoenix-run: {text}")
         asked = {REHEARSE: str(settings.rehearse)} if settings.rehearse else {}
+        asked |= of_workers(settings)
         return Prepare({**self.decided, **asked}, slots if recruit.spec.spare else settings.local_spares)
 
     def _unbound(self) -> str:

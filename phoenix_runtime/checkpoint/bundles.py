@@ -110,11 +110,11 @@ def bundled(state: TrainState, rank: int, world: int) -> list[Bundle]:
     alone = _withdrawn.get(state, set())
     for name, tensor, word, claimed in structure.tensors():
         holders = (rank,) if name in alone else claimed
-        bundle = found.setdefault(holders, Bundle(_key(holders), holders))
+        bundle = found.setdefault(holders, Bundle(key_of(holders), holders))
         bundle.tensors.append((name, tensor))
         bundle.words.append(word)
     for holders, size in structure.to_come():
-        bundle = found.get(holders) or Bundle(_key(holders), holders)
+        bundle = found.get(holders) or Bundle(key_of(holders), holders)
         found[holders] = replace(bundle, to_come=bundle.to_come + size)
     _found[state] = _Found(rank, world, _last_mark, seen, list(found.values()))
     return _found[state].bundles
@@ -256,7 +256,7 @@ def _alike(tensor: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _key(holders: tuple[int, ...]) -> str:
+def key_of(holders: tuple[int, ...]) -> str:
     """rank 2, ranks 0-3, ranks 0-1,4-5; the many of a large job by their first, their number and a digest."""
     if len(holders) == 1:
         return f"rank {holders[0]}"

@@ -26,7 +26,7 @@ class Cadence:
         self._waited = self._elapsed = 0.0
 
     def ready(self, version: int) -> bool:
-        return version % self.interval == 0
+        return self.interval > 0 and version % self.interval == 0
 
     def copied(self, waited: float, elapsed: float) -> None:
         """A version was copied. `waited`: seconds that the training thread had to wait for it; `elapsed`: since the last."""

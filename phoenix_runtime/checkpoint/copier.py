@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,29 @@ _LOOK_UP: Final = 0.05  # seconds; the gate may be closed by who does not know o
 _LEAVE: Final = timeout("abort")
 
 
+class ToDisk(Protocol):
+    """Who writes some of the versions to disk, too: when all ranks are ready for that."""
+
+    def due(self, version: int) -> bool:
+        """Whether this one is to be written."""
+
+    def idle(self) -> bool:
+        """Whether this rank can begin now."""
+
+    def missed(self, version: int) -> None:
+        """It was due, but not all ranks could begin."""
+
+    def take(
+        self,
+        stamp: Stamp,
+        bundles: Sequence[Bundle],
+        private: Private,
+        ready: Sequence[torch.Event] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """All ranks begin; returns when the tensors may change again. `stamp`: with the generation that is now."""
+
+
 class Copier:
     """Made once a process; `group`: of all ranks, for agreement, None in a world of one.
 
@@ -56,6 +79,7 @@ class Copier:
         seconds: float = timeout("slot_request"),
         no_room: Callable[[NoRoom], None] = lambda _: None,
         degraded: Callable[[str], None] = lambda _: None,
+        to_disk: ToDisk | None = None,
     ) -> None:
         """`seconds`: for how long a server that does not keep a copy is asked again. Called by the thread: `no_room`, when a
         node's memory is too small, which ends the copying; `degraded`, when a node takes no replicas, empty: it does again."""
@@ -64,6 +88,7 @@ class Copier:
         self.error: BaseException | None = None  # why a version could not be copied; the gate was closed with it
         self._gate, self._group = gate, group
         self._filler = Filler(job, rank, seconds, no_room, degraded)
+        self._to_disk = to_disk
         self._changed = threading.Condition()
         self._footing: Footing | None = None
         self._order: Order | None = None  # the last one
@@ -186,20 +211,29 @@ class Copier:
 
     def _carry_out(self, order: Order) -> None:
         FAULT_POINTS.reached("voting")
-        decided = self._round(order)
+        version, disk = order.stamp.version, self._to_disk
+        due = disk is not None and disk.due(version)
+        decided, writes = self._round(order, writes=due and disk is not None and disk.idle())
         FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
-        if self._group is not None and order.withdraw is not None and fingerprints.is_due(order.stamp.version):
+        in_memory = order.footing.ground.interval != 0
+        if self._group is not None and order.withdraw is not None and fingerprints.is_due(version):
             self._compare(order, order.withdraw)
-        if decided.copy:
+        if decided.copy and in_memory:
             began = time.monotonic()
             self._filler.fill(order, self.complete)
-            self._sealed = order.stamp.version
+            self._sealed = version
             self._took(order, began)
-        if decided.first:  # nothing older to fall back on: it has to be complete everywhere
-            self._know_complete(self._round(order).complete)
+        if decided.first and in_memory:  # nothing older to fall back on: it has to be complete everywhere
+            self._know_complete(self._round(order)[0].complete)
             if self.complete < order.stamp.version:
                 raise CopyFailedError(f"version {order.stamp.version} is not complete on all nodes")
+        if disk is not None and writes:
+            order.check()
+            assert order.private is not None
+            disk.take(Stamp(order.footing.generation, version), order.bundles, order.private, order.ready, order.check)
+        elif disk is not None and due:
+            disk.missed(version)
 
     def _took(self, order: Order, began: float) -> None:
         """The copy that began then is there: what of it the main thread has waited for, and how long after the last."""
@@ -248,24 +282,26 @@ class Copier:
         return [[(int(what), int(value)) for what, value in each[: int(length)].tolist()] for each, length in
                 zip(every, lengths, strict=True)]  # fmt: skip
 
-    def _round(self, order: Order) -> commit.Round:
-        """What all ranks agree upon. Void when the gate closes meanwhile: then nobody knows what was said."""
+    def _round(self, order: Order, *, writes: bool = False) -> tuple[commit.Round, bool]:
+        """What all ranks agree upon, and whether all were ready to write this version to disk. Void when the gate closes
+        meanwhile: then nobody knows what was said."""
         version, sealed = order.stamp.version, self._sealed
         order.check()
         ready = self._cadence.ready(version)
         votes = [commit.Vote(version, sealed, ready)]
         if self._group is not None:
             epoch = self._gate.epoch
-            lowest = torch.tensor([version, -version, sealed, int(ready)])
+            lowest = torch.tensor([version, -version, sealed, int(ready), int(writes)])
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]  # as torch itself sets it
             self._group.allreduce([lowest], options).wait()
             if self._gate.closed or self._gate.epoch != epoch:
                 raise Left
-            first, last, sealed, agree = lowest.tolist()
-            votes = [commit.Vote(first, sealed, bool(agree)), commit.Vote(-last, sealed, bool(agree))]
+            first, last, sealed, copies, all_write = lowest.tolist()
+            writes = bool(all_write)
+            votes = [commit.Vote(first, sealed, bool(copies)), commit.Vote(-last, sealed, bool(copies))]
         order.check()
-        return commit.agreed(votes, order.footing.resume)
+        return commit.agreed(votes, order.footing.resume), writes
 
     def forked(self) -> None:
         """In a child that the script forked."""

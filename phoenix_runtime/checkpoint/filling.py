@@ -48,6 +48,9 @@ class Footing:
     slots: str  # path of the node's checkpoint server
 
 
+NO_COPIES: Final = Ground({}, (), (), interval=0)  # of a job without copies in memory, which may write some to disk
+
+
 class CopyFailedError(RuntimeError):
     """A version could not be copied, so the step after it must not change anything."""
 

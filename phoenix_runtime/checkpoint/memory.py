@@ -85,7 +85,7 @@ class SlotTargets:
                 elsewhere.append((target, tensor))
             elif row.size > _SMALL_BYTES and tensor.is_contiguous() and not tensor.is_conj():
                 assert tensor.nbytes == row.size
-                _move(target.data_ptr(), tensor.data_ptr(), row.size, check)
+                move(target.data_ptr(), tensor.data_ptr(), row.size, check)
             elif row.size:
                 small[0].append(target)
                 small[1].append(tensor)
@@ -99,7 +99,7 @@ class SlotTargets:
         known = self._known.get(writer)
         if known is not None and known[:2] == (layout.digest, address):
             return known[2]
-        targets = [_view(data, row) for row in layout.tensors]
+        targets = [view(data, row) for row in layout.tensors]
         self._known[writer] = (layout.digest, address, targets)
         return targets
 
@@ -176,7 +176,8 @@ def load(data: memoryview, tensor: Tensor) -> None:
         memoryview((ctypes.c_ubyte * len(piece)).from_address(address + start)).cast("B")[:] = piece
 
 
-def _view(data: memoryview, row: Row) -> Tensor:
+def view(data: memoryview, row: Row) -> Tensor:
+    """The row's place in the data as a tensor."""
     kind = type_of(row.dtype)
     if not row.size:
         return torch.empty(row.shape, dtype=kind)
@@ -184,8 +185,8 @@ def _view(data: memoryview, row: Row) -> Tensor:
     return flat.view(kind).view(row.shape)
 
 
-def _move(target: int, source: int, size: int, check: Callable[[], None]) -> None:
-    """memmove lets other threads run meanwhile."""
+def move(target: int, source: int, size: int, check: Callable[[], None]) -> None:
+    """memmove lets other threads run meanwhile. `check` may raise, to give up."""
     for start in range(0, size, _PIECE_BYTES):
         check()
         ctypes.memmove(target + start, source + start, min(_PIECE_BYTES, size - start))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phoenix_launch.checkpoint.client import SlotsLink
-from phoenix_launch.checkpoint.layout import Tensor as Row
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader
 from phoenix_launch.copies import Source, SourceKind, Stamp
@@ -34,11 +33,21 @@ _SLOTS = (SourceKind.OWN_NODE, SourceKind.OTHER_NODE)
 _OWN = -1  # node: no other than one's own
 
 
+class Slots(Protocol):
+    """Who has copies to be read: the node's checkpoint server, or a folder."""
+
+    def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
+        """The caller's to close. Raises OSError, SlotRefusedError."""
+
+    def damaged(self, bundle: str, stamp: Stamp) -> None:
+        """What was read is not what was written: nobody shall have it."""
+
+
 def restore(
     state: TrainState,
     sources: Iterable[Source],
     stamp: Stamp,
-    link: SlotsLink,
+    link: Slots,
     *,
     rank: int,
     world: int,
@@ -58,7 +67,7 @@ def restore(
     private: Private | None = None
     own = private_bundle(rank).key
     here: dict[str, Bundle] = {}
-    places = _Places(state)
+    places = Places(state)
     for source in sorted(sources, key=lambda source: source.bundle != own):  # it says what is in the others
         if source.kind is SourceKind.ITSELF:
             continue
@@ -78,7 +87,7 @@ def restore(
     return private
 
 
-def _intact(link: SlotsLink, source: Source, stamp: Stamp, nodes: Sequence[int]) -> SlotReader:
+def _intact(link: Slots, source: Source, stamp: Stamp, nodes: Sequence[int]) -> SlotReader:
     """The first copy that has the bits that were written. Raises OSError, SlotRefusedError."""
     first = source.node if source.kind is SourceKind.OTHER_NODE else _OWN
     refusal: SlotRefusedError | None = None
@@ -98,14 +107,14 @@ def _intact(link: SlotsLink, source: Source, stamp: Stamp, nodes: Sequence[int])
     raise refusal
 
 
-class _Places:
+class Places:
     """Where a tensor goes, by its name in a table; what an optimizer has not made yet is made here."""
 
     def __init__(self, state: TrainState) -> None:
-        self._parameters: dict[str, Tensor] = dict(state.parameters())
-        known = {id(parameter) for parameter in self._parameters.values()}
-        self._parameters.update((name, it) for name, it in state.optimized_parameters() if id(it) not in known)
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self.parameters: dict[str, Tensor] = dict(state.parameters())
+        known = {id(parameter) for parameter in self.parameters.values()}
+        self.parameters.update((name, it) for name, it in state.optimized_parameters() if id(it) not in known)
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._states: dict[str, tuple[OptimizerPart, Tensor]] = {}
         for optimizer, part in state.optimizer_parts():
             for index, parameter in enumerate(part.parameters()):
@@ -116,9 +125,10 @@ class _Places:
         """Everything of one bundle, bit for bit; optimizer state that is not in it goes."""
         rows = {row.name: row for row in reader.layout.tensors}
         for name in [name for name, _ in present.tensors if name not in rows] if present is not None else []:
-            self._drop(name)
+            self.drop(name)
         for row in reader.layout.tensors:
-            part = local(self._parameters[row.name] if row.name in self._parameters else self._state(row))
+            known = self.parameters.get(row.name)
+            part = local(self.state(row.name, row.dtype, row.shape) if known is None else known)
             if tuple(part.shape) != row.shape or part.dtype != type_of(row.dtype):
                 raise ScriptError(
                     f"{row.name} is {part.dtype}{list(part.shape)} here and was copied as {row.dtype}{list(row.shape)}",
@@ -136,25 +146,33 @@ class _Places:
             )
         return (*found, key)
 
-    def _state(self, row: Row) -> Tensor:
-        """A piece of an optimizer's state; one that is missing is made as the optimizer would make it, with any values."""
-        part, parameter, key = self._owner(row.name)
+    def keeps(self, name: str) -> Tensor | None:
+        """The parameter to which a piece of an optimizer's state belongs; None: no optimizer here keeps that."""
+        found = self._states.get(f"{name.rpartition('].')[0]}]")
+        return found[1] if found is not None else None
+
+    def state(self, name: str, word: str, shape: tuple[int, ...]) -> Tensor:
+        """A piece of an optimizer's state; one that is missing is made as the optimizer would make it, with any values.
+
+        `word`: its type and what else is known of it; `shape`: of this rank's part.
+        """
+        part, parameter, key = self._owner(name)
         entry = part.stepping.state[parameter]
         tensor = entry.get(key)
-        kind = type_of(row.dtype)
-        if isinstance(tensor, Tensor) and tuple(local(tensor).shape) == row.shape and tensor.dtype == kind:
+        kind = type_of(word)
+        if isinstance(tensor, Tensor) and tuple(local(tensor).shape) == shape and tensor.dtype == kind:
             return tensor
-        device = torch.device("cpu") if row.dtype.endswith(ON_CPU) else parameter.device
-        if row.dtype.endswith(LIKE_PARAMETER):
+        device = torch.device("cpu") if word.endswith(ON_CPU) else parameter.device
+        if word.endswith(LIKE_PARAMETER):
             made = torch.empty_like(parameter, dtype=kind, requires_grad=False)
-        elif not isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape:
+        elif not isinstance(parameter, DTensor) and tuple(parameter.shape) == shape:
             made = torch.empty_like(parameter, dtype=kind, device=device, requires_grad=False)
         else:
-            made = torch.empty(row.shape, dtype=kind, device=device)
+            made = torch.empty(shape, dtype=kind, device=device)
         entry[key] = made
         return made
 
-    def _drop(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         part, parameter, key = self._owner(name)
         entry = part.stepping.state[parameter]
         entry.pop(key, None)

@@ -107,14 +107,14 @@ class PhoenixBackend:
         """Its groups have no communicators yet."""
         return isinstance(self.startup, Shadow)
 
-    def own_group(self, name: str) -> PhoenixGroup:
+    def own_group(self, name: str, timeout: timedelta = dist.distributed_c10d.default_pg_timeout) -> PhoenixGroup:
         """A group of all ranks for ourselves, on the CPU: torch does not know it, and no record has it. All ranks make it."""
         world = dist.get_world_size()
         identity = Identity(
             name=GroupName(name),
             rank=dist.get_rank(),
             size=world,
-            timeout=dist.distributed_c10d.default_pg_timeout,
+            timeout=timeout,
             global_ranks=tuple(range(world)),
         )
         store = PrefixStore(f"{name}/", dist.distributed_c10d._get_default_store())

@@ -10,6 +10,7 @@ is not here meets a stand-in backend that refuses by name.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, NoReturn
@@ -166,7 +167,8 @@ class PhoenixGroup(ProcessGroup):
                 return work
         elif not gate.keeps:
             gate.refuse(StepAborted(f"{operation} outside of a step, while the communicators are replaced"))
-        gate.skipped += 1
+        if threading.get_ident() not in gate.ours:
+            gate.skipped += 1
         fill()
         return FinishedWork(outputs, self._next)
 

@@ -196,11 +196,11 @@ def test_a_tensor_that_got_other_memory_has_another_row() -> None:
     [((2,), "rank 2"), ((0, 1, 2, 3), "ranks 0-3"), ((0, 1, 4, 5), "ranks 0-1,4-5"), ((1, 3), "ranks 1,3")],
 )
 def test_a_key_says_who_the_holders_are(holders: tuple[int, ...], key: str) -> None:
-    assert bundles._key(holders) == key
+    assert bundles.key_of(holders) == key
 
 
 def test_keys_of_many_holders_are_short_and_differ() -> None:
-    found = {bundles._key(tuple(range(first, 4096, 8))) for first in range(8)}
+    found = {bundles.key_of(tuple(range(first, 4096, 8))) for first in range(8)}
     assert len(found) == 8 and max(map(len, found)) < 60
 
 

@@ -36,12 +36,17 @@ class Rank:
     """Rank 0 on node 0; a rank 1 on node 1 is only spoken of, so that copies have somewhere to go."""
 
     def __init__(
-        self, nodes: list[CheckpointNode], group: Any = None, seconds: float = 20.0, interval: int = 1
+        self,
+        nodes: list[CheckpointNode],
+        group: Any = None,
+        seconds: float = 20.0,
+        interval: int = 1,
+        to_disk: Any = None,
     ) -> None:
         self.nodes, self.gate, self.interval = nodes, Gate(), interval
         self.no_room: list[NoRoom] = []
         self.degraded: list[str] = []
-        self.copier = Copier(JOB, 0, self.gate, group, seconds, self.no_room.append, self.degraded.append)
+        self.copier = Copier(JOB, 0, self.gate, group, seconds, self.no_room.append, self.degraded.append, to_disk)
         self.model = nn.Linear(300, 300)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state = TrainState(model=self.model, optimizer=self.optimizer)
@@ -390,7 +395,11 @@ def test_a_child_that_the_script_forks_does_not_hold_the_connection(rank: Rank) 
 class Others:
     """A group in which the other ranks bring these votes, round by round; `come`: when they do; `ready`: in which versions."""
 
-    def __init__(self, sealed: list[int], ahead: int = 0, ready: Callable[[int], bool] = lambda _: True) -> None:
+    def __init__(
+        self, sealed: list[int], ahead: int = 0, ready: Callable[[int], bool] = lambda _: True, writes: int = 1
+    ) -> None:
+        """`writes`: whether they can begin to write to disk."""
+        self.writes = writes
         self.sealed, self.ahead, self.ready = sealed, ahead, ready
         self.come = threading.Event()
         self.come.set()
@@ -399,7 +408,7 @@ class Others:
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> Any:
         assert options.reduceOp == dist.ReduceOp.MIN
         version = int(tensors[0][0]) + self.ahead
-        theirs = torch.tensor([version, -version, self.sealed.pop(0), int(self.ready(version))])
+        theirs = torch.tensor([version, -version, self.sealed.pop(0), int(self.ready(version)), self.writes])
         torch.minimum(tensors[0], theirs, out=tensors[0])
         self.entered.set()
         return self
@@ -458,3 +467,45 @@ def test_what_a_broken_round_says_does_not_count(nodes: list[CheckpointNode], ra
         rank.copier.wait(rank.check)
     rank.copier.resume(rank.footing(G2, 0))
     rank.nodes[0].until_kept(*kept(0))
+
+
+class Disk:
+    """Wants versions 1 and 3."""
+
+    def __init__(self, *, idle: bool = True) -> None:
+        self.is_idle = idle
+        self.taken: list[Stamp] = []
+        self.left_out: list[int] = []
+
+    def due(self, version: int) -> bool:
+        return version in (1, 3)
+
+    def idle(self) -> bool:
+        return self.is_idle
+
+    def missed(self, version: int) -> None:
+        self.left_out.append(version)
+
+    def take(self, stamp: Stamp, *_: object) -> None:
+        self.taken.append(stamp)
+
+
+def test_versions_that_are_due_go_to_disk_when_all_ranks_are_ready(
+    nodes: list[CheckpointNode], rank_with: Callable[..., Rank]
+) -> None:
+    disk = Disk()
+    rank = rank_with(nodes, Others([-1, 0, 0, 1, 2]), to_disk=disk)
+    for _ in range(4):
+        rank.step()
+    assert (disk.taken, disk.left_out) == ([Stamp(G1, 1), Stamp(G1, 3)], [])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(0, True), (1, False), (0, False)])
+def test_one_rank_that_is_not_ready_leaves_a_version_out_for_all(
+    theirs: int, ours: bool, nodes: list[CheckpointNode], rank_with: Callable[..., Rank]
+) -> None:
+    disk = Disk(idle=ours)
+    rank = rank_with(nodes, Others([-1, 0, 0], writes=theirs), to_disk=disk)
+    for _ in range(2):
+        rank.step()
+    assert (disk.taken, disk.left_out) == ([], [1])

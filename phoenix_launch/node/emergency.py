@@ -1,0 +1,42 @@
+"""When the job must stop: this node's copies in memory are written to disk before its checkpoint server ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phoenix_launch.local_messages import SaveSlots
+from phoenix_launch.node.checkpoint_link import CheckpointLink
+from phoenix_launch.timeouts import timeout
+
+
+class EmergencySave:
+    """One an agent; it happens once. `root`: --checkpoint-dir, empty: nothing is saved."""
+
+    def __init__(self, root: str, checkpoint: CheckpointLink, remark: Callable[[str], None]) -> None:
+        self._root, self._checkpoint, self._remark = root, checkpoint, remark
+        self._until: float | None = None
+        self._over = False
+
+    @property
+    def possible(self) -> bool:
+        kept = self._checkpoint.kept
+        return bool(self._root) and not self._over and kept is not None and bool(kept.kept)
+
+    def over(self, world: int, now: float) -> bool:
+        """Begins at the first call; to be asked until it is True. `world`: ranks of the job."""
+        if not self.possible or not world:
+            return True
+        if self._until is None:
+            self._until = now + timeout("emergency_save")
+            self._checkpoint.save(SaveSlots(self._root, world))
+        saved = self._checkpoint.saved
+        if saved is None and now < self._until:
+            return False
+        self._over = True
+        if saved is None:
+            self._remark(f"the copies in memory could not be saved within {timeout('emergency_save'):g} s")
+        elif saved.error:
+            self._remark(f"the copies in memory could not be saved: {saved.error}")
+        else:
+            self._remark(f"its copies in memory are saved in {saved.folder}: --resume goes on from them")
+        return True
