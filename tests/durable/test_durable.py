@@ -22,8 +22,8 @@ from phoenix_runtime import TrainState
 from phoenix_runtime.checkpoint import private_files
 from phoenix_runtime.checkpoint.bundles import bundled
 from phoenix_runtime.checkpoint.copier import Copier
-from phoenix_runtime.checkpoint.filling import NO_COPIES, Footing
 from phoenix_runtime.checkpoint.durable import Durable, Place
+from phoenix_runtime.checkpoint.filling import NO_COPIES, Footing
 from phoenix_runtime.checkpoint.loading import load
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.gate import Gate
