@@ -181,9 +181,8 @@ class Swaps:
         self._groups.look()
         if not self._copies and self._disk is None:
             return
-        private_part = Private(
-            captured, state.step, self._record(), self._results.to_keep(), bundles.withdrawn(state)
-        )  # fmt: skip
+        alone = bundles.withdrawn(state)
+        private_part = Private(captured, state.step, self._record(), self._results.to_keep(), alone)
         self._copier.begin(self._stamp, held, private_part, partial(self._withdraw, state))
 
     def _withdraw(self, state: TrainState, found: Mapping[str, tuple[str, ...]]) -> Sequence[bundles.Bundle]:

@@ -160,5 +160,6 @@ def test_without_a_common_version_the_scripts_own_checkpoint_is_named() -> None:
     job.started()
     assert (job.last.rung, job.last.resumed_step, job.last.lost_steps) == (3, None, None)
     assert job.lines[-1].startswith(
-        "all workers are started again from the script's own checkpoint (g3): no version of the state is left"
+        "all workers run the script again, from its newest checkpoint on disk or else from the beginning (g3): "
+        "no version of the state is left"
     )

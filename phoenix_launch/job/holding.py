@@ -86,6 +86,10 @@ def left_behind(state: State) -> tuple[Holder, Holder] | None:
 
 def cannot_stay(holders: Iterable[Holder]) -> str:
     """Why not all of these can be repaired in place; empty: as far as is known they can."""
+    holders = list(holders)
+    reasons = {holder.runtime.outside if holder.runtime is not None else "" for holder in holders}
+    if len(holders) > 1 and len(reasons) == 1 and "" not in reasons:  # of the job, not of one rank
+        return f"no rank can be repaired in place: {reasons.pop()}"
     for holder in holders:
         if holder.runtime is not None and holder.runtime.outside:
             return f"rank {holder.rank} cannot be repaired in place: {holder.runtime.outside}"

@@ -38,7 +38,7 @@ def redundancy(state: State) -> Redundancy:
         return Redundancy(NONE, outside) if outside else Redundancy(RESTORING)
     domains = len({state.members[seat.node].domain for seat in state.lineup})
     if rules.replicas == 0:
-        return Redundancy(DEGRADED, "no replicas on other nodes (--replicas 0)")
+        return Redundancy(DEGRADED, "--replicas 0: a lost node's state is lost")
     if domains <= rules.replicas:
         return Redundancy(DEGRADED, f"{counted(domains, 'failure domain')} for {counted(rules.replicas, 'replica')}")
     unwilling = next((runtime.degraded for runtime in said if runtime.degraded), "")

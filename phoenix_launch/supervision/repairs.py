@@ -23,7 +23,7 @@ NUMBERS = {Rung.START: 2, Rung.IN_PLACE: 1, Rung.FROM_SLOTS: 2, Rung.FROM_SCRIPT
 HOW = {
     Rung.IN_PLACE: "swapped in place",
     Rung.FROM_SLOTS: "all workers are started again from the copies in memory",
-    Rung.FROM_SCRIPT: "all workers are started again from the script's own checkpoint",
+    Rung.FROM_SCRIPT: "all workers run the script again, from its newest checkpoint on disk or else from the beginning",
 }
 SCRIPT = "script"  # where a process has its state from that was told nothing
 
