@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jobs_under_test
+import psutil  # type: ignore[import-untyped]
 import pytest
-from swap_jobs import SCRIPT, calm, job
+from swap_jobs import SCRIPT, SECONDS, Swapped, calm, job
 
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE
 
@@ -76,3 +78,33 @@ def test_status_tells_what_the_copies_of_each_rank_come_to(tmp_path: Path, event
         its["holders"] == 2 and its["copied_bytes"] >= its["sent_bytes"] > 0 < its["state_bytes"] for its in copies
     )
     assert "redundancy full" in table and "HOLDERS" in table and table.count("2 nodes") == 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_server_that_is_killed_is_started_again_and_its_node_can_still_be_repaired(
+    tmp_path: Path, eventually: Callable[..., object]
+) -> None:
+    """On both nodes, one after the other; later a rank dies."""
+    steps = 120
+    (tmp_path / "faults").mkdir()
+    env = {"PHOENIX_FAULTS": f"{tmp_path}/faults:before-optimizer,1,90"}
+    args = ("--nodes", 2, "--nproc-per-node", 2, "--spares", 1, SCRIPT, "fsdp", steps)
+    with jobs_under_test.started(tmp_path / "home", args, env=env) as running:
+
+        def servers() -> list[psutil.Process]:
+            found = []
+            for each in psutil.Process(running.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "phoenix_launch.checkpoint.server" in " ".join(each.cmdline()):
+                        found.append(each)
+            return found
+
+        eventually(lambda: len(servers()) >= 2, 60)
+        eventually(lambda: any(event["state"] == "full" for event in running.events("redundancy")), 60)
+        for victim in servers()[:2]:
+            gone = victim.pid
+            victim.kill()
+            eventually(lambda gone=gone: gone not in [each.pid for each in servers()] and len(servers()) >= 2, 30)  # type: ignore[misc]
+        done = running.wait(SECONDS)
+    assert done.code == 0, done.err
+    assert Swapped(done).digests == calm("fsdp", steps)
