@@ -195,7 +195,7 @@ class Agent:
         elif silent >= timeouts.orphan and self._exit is None:
             support = self._workers.support
             if support.can_save:
-                self._workers.kill_all()  # a version that all nodes have is only left when nobody goes on
+                self._workers.kill()  # a version that all nodes have is only left when nobody goes on
                 if not support.saved(self._clock.now):
                     return
             say(f"phoenix agent: no word from the supervisor for {silent:.0f} s, {self._bootstrap.node} ends")
@@ -241,7 +241,7 @@ class Agent:
     def _harm(self, drill: Drill) -> None:
         match drill.kind:
             case DrillKind.KILL_WORKER:
-                self._workers.kill_rank(drill.rank)
+                self._workers.kill(drill.rank)
             case DrillKind.KILL_AGENT:
                 os.kill(os.getpid(), signal.SIGKILL)
             case DrillKind.KILL_NODE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.copies import SlotPeer
 from phoenix_launch.local_messages import SlotsKept
 from phoenix_launch.messages import NodePlan, Published, RuntimeReport
@@ -24,22 +25,20 @@ class RuntimeSupport:
     def __init__(
         self,
         loop: PollLoop,
-        node: int,
+        bootstrap: AgentBootstrap,
         runtime: Path,
         state: NodeState,
         checkpoint: CheckpointLink,
-        publisher: Publisher,
-        emergency: EmergencySave,
         remark: Callable[[str], None],
     ) -> None:
         """Listens for workers in the folder `runtime`. Raises OSError."""
-        self._node = node
+        self._node = bootstrap.index
         self._state = state
         self._checkpoint = checkpoint
-        self._publisher = publisher
-        self._emergency = emergency
+        self._publisher = Publisher(loop, bootstrap.checkpoint_dir, bootstrap.job, bootstrap.keep, remark)
+        self._emergency = EmergencySave(bootstrap.checkpoint_dir, checkpoint, remark)
         self._links = WorkerLinks(loop, f"{runtime}{LONGEST_NAME}", state.workers, remark)
-        self._terms = SlotTerms(node)
+        self._terms = SlotTerms(bootstrap.index)
         self._wanted = False
 
     def follow(self, plan: NodePlan) -> None:

@@ -30,7 +30,6 @@ from phoenix_launch.node.actions import (
 )
 from phoenix_launch.node.cgroup import ControlGroup, OomWatch
 from phoenix_launch.node.checkpoint_link import CheckpointLink
-from phoenix_launch.node.emergency import EmergencySave
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.fork_link import LOCAL_SECONDS, ForkServer
 from phoenix_launch.node.fresh_process import Started, start
@@ -39,7 +38,6 @@ from phoenix_launch.node.output import OutputPump, SpareLabel, WorkerLabel
 from phoenix_launch.node.owned_processes import OwnedProcesses
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.process import NodeProcess, read_error_file
-from phoenix_launch.node.publisher import Publisher
 from phoenix_launch.node.report import rank_report
 from phoenix_launch.node.runtime_support import RuntimeSupport
 from phoenix_launch.node.state import NodeState
@@ -100,9 +98,7 @@ class Workers:
             lambda reason: state.on_fork_server_gone(reason, clock.now),
         )
         checkpoint = CheckpointLink(loop, bootstrap, address, runtime, self._owned, self._endings, pump, clock, remark)
-        publisher = Publisher(loop, bootstrap.checkpoint_dir, bootstrap.job, bootstrap.keep, remark)
-        emergency = EmergencySave(bootstrap.checkpoint_dir, checkpoint, remark)
-        self.support = RuntimeSupport(loop, bootstrap.index, runtime, state, checkpoint, publisher, emergency, remark)
+        self.support = RuntimeSupport(loop, bootstrap, runtime, state, checkpoint, remark)
         self._groups = ControlGroup()
         self._oom = OomWatch(self._groups.oom_kills())
 
@@ -387,19 +383,13 @@ class Workers:
             for member in self._state.workers()
         )
 
-    def kill_rank(self, rank: int) -> None:
-        """A drill's harm: SIGKILL to one worker, and to nothing of its tree."""
+    def kill(self, rank: int | None = None) -> None:
+        """SIGKILL to one worker, or to all, and to nothing of their trees."""
         for member in self._state.workers():
-            if member.order is not None and member.order.rank == rank and member.alive and member.pid > 0:
+            if member.order is not None and rank in (None, member.order.rank) and member.alive and member.pid > 0:
                 process = self._owned[member.key]
                 if process.pidfd >= 0:
                     signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        """Every worker, at once: what comes after is not disturbed by them."""
-        for member in self._state.workers():
-            if member.order is not None and member.alive:
-                self.kill_rank(member.order.rank)
 
     def end_everything(self) -> list[ProcessStat]:
         """Nothing below this process lives any more; returns what would not die."""
