@@ -83,11 +83,12 @@ def test_a_slice_without_a_head_is_no_copy(links: list[SlotsLink]) -> None:
 
 
 def test_when_a_worker_goes_the_others_hear_that_their_slices_are_of_no_use(links: list[SlotsLink]) -> None:
-    assert begin(links[1], 0, 1) is not None
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(fill, links[0], 0, 0)
-        links[1].close()
-        assert "do not come together" in waiting.result(SECONDS)[0].message
+    first, second = begin(links[0], 0, 0), begin(links[1], 0, 1)
+    assert first is not None and second is not None
+    store(first, 0, 0)
+    links[0].sealed("b", Stamp(G1, 0))
+    links[1].close()
+    assert "do not come together" in links[0].copied("b", Stamp(G1, 0), [0])[0].message
     assert fill(links[0], 0, 0, parts=1) == {}
     assert len(content(links[0], 0)) == 1
 

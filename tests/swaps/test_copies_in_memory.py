@@ -23,6 +23,7 @@ INTERVAL = 3
 FROM_SCRIPT = 3
 
 
+@pytest.mark.slow
 def test_with_an_interval_a_swap_goes_back_to_the_last_version_that_was_copied(tmp_path: Path) -> None:
     faults = ["collective 2,1,7", "collective 1,2,13"]
     found = job("ddp", STEPS, tmp_path, "--snapshot-interval", INTERVAL, faults=faults)

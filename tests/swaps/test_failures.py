@@ -62,6 +62,7 @@ def test_what_serves_a_node_may_die_and_ranks_after_it(tmp_path: Path) -> None:
     assert found.rungs == [IN_PLACE] * 5
 
 
+@pytest.mark.slow
 def test_one_node_after_the_other_may_be_lost_and_the_new_holder_before_its_first_copy(tmp_path: Path) -> None:
     """First the one that hosts the store, then its partner; then the rank that took the place dies, with nothing sealed."""
     found = repaired(tmp_path, "--spares", 2, faults=["node,0,3", "node,2,9", "connected,3,7/8"])
