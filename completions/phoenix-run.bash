@@ -11,7 +11,7 @@ _phoenix_run() {
     case ${COMP_WORDS[1]} in
         run | status | jobs | logs | stop | inject-fault | config | keygen | completion) ((COMP_CWORD > 1)) && verb=${COMP_WORDS[1]} first=2 ;;
     esac
-    local valued=" --nproc-per-node --start-method --preload --env --job-name --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port --local-addr --role --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --drill --snapshot-interval --replicas --replica-distance --replica-bandwidth --copy-memory --log-dir --redirects -r --tee -t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --prune --rank --node --job "
+    local valued=" --nproc-per-node --start-method --preload --env --job-name --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port --local-addr --role --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --hang-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --drill --snapshot-interval --replicas --replica-distance --replica-bandwidth --copy-memory --log-dir --redirects -r --tee -t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --prune --rank --node --job --duration "
     case $verb in
         run | config)
             for ((position = first; position < COMP_CWORD; position++)); do
@@ -41,13 +41,13 @@ _phoenix_run() {
     esac
     [[ $valued == *" $previous "* ]] && return
     case $verb in
-        run) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --resume --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --replica-bandwidth --encrypt --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --version" ;;
+        run) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --resume --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --hang-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --replica-bandwidth --encrypt --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --version" ;;
         status) options="--json --watch" ;;
         jobs) options="--prune" ;;
         logs) options="--rank --node --follow" ;;
         stop) options="" ;;
-        inject-fault) options="--rank --node --job --dry-run" ;;
-        config) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --resume --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --replica-bandwidth --encrypt --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --timeouts --markdown" ;;
+        inject-fault) options="--rank --node --job --duration --dry-run" ;;
+        config) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --resume --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --hang-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --replica-bandwidth --encrypt --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --timeouts --markdown" ;;
         keygen) options="" ;;
         completion) options="" ;;
     esac
@@ -59,8 +59,8 @@ _phoenix_run() {
         status | logs | stop) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
         inject-fault)
             case $typed in
-                *" kill-worker "* | *" kill-node "* | *" kill-agent "*) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
-                *) COMPREPLY=($(compgen -W "kill-worker kill-node kill-agent" -- "$word")) ;;
+                *" kill-worker "* | *" kill-node "* | *" kill-agent "* | *" kill-server "* | *" kill-supervisor "* | *" fail-spare "* | *" freeze "* | *" hang "* | *" hang-gil "* | *" slow "* | *" raise "* | *" exit "*) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
+                *) COMPREPLY=($(compgen -W "kill-worker kill-node kill-agent kill-server kill-supervisor fail-spare freeze hang hang-gil slow raise exit" -- "$word")) ;;
             esac
             ;;
         completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word")) ;;

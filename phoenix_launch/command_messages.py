@@ -14,6 +14,15 @@ class DrillKind(enum.Enum):
     KILL_WORKER = "kill-worker"
     KILL_NODE = "kill-node"
     KILL_AGENT = "kill-agent"
+    KILL_SERVER = "kill-server"
+    KILL_SUPERVISOR = "kill-supervisor"
+    FAIL_SPARE = "fail-spare"
+    FREEZE = "freeze"
+    HANG = "hang"
+    HANG_GIL = "hang-gil"
+    SLOW = "slow"
+    RAISE = "raise"
+    EXIT = "exit"
 
 
 class StatusRequest(Message, frozen=True):
@@ -29,12 +38,15 @@ class StopRequest(Message, frozen=True):
 
 
 class FaultRequest(Message, frozen=True):
-    """inject-fault: `node` is an index or a name, empty when `rank` is meant."""
+    """inject-fault: `node` is an index or a name, empty when `rank` is meant. `value`: an exit code, a factor; `duration`:
+    seconds, 0: to the end (of a frozen node: `drills.FROZEN_SECONDS`)."""
 
     kind: DrillKind
     rank: int = -1
     node: str = ""
     dry_run: bool = False
+    value: float = 0.0
+    duration: float = 0.0
 
 
 class Answer(Message, frozen=True):

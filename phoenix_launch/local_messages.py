@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from phoenix_launch.bootstrap import Command
+from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp, StartupCopy
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.messages import Ground, NoRoom, PlanPhase, Resumption, RuntimeReport
@@ -240,6 +241,14 @@ class WorkerPlan(Message, frozen=True):
     published: Stamp | None = None  # this checkpoint on disk was made visible, or cannot be
 
 
+class WorkerDrill(Message, frozen=True):
+    """To a worker of a job that allows it: harm yourself so in your next step. `value`, `duration` as in FaultRequest."""
+
+    kind: DrillKind
+    value: float = 0.0
+    duration: float = 0.0
+
+
 FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
 CheckpointLocal = (
     CheckpointSettings
@@ -255,7 +264,7 @@ CheckpointLocal = (
     | Demands
     | FromCheckpoint
 )
-WorkerLocal = WorkerReport | WorkerPlan
+WorkerLocal = WorkerReport | WorkerPlan | WorkerDrill
 NodeLocal = (
     ForkServerSettings
     | ForkServerReady

@@ -98,6 +98,17 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     written: Stamp | None = None  # rank 0: a checkpoint that is whole on disk, with the generation that has written it
 
 
+class Standstill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank that has not moved: no step, no operation, no report. Keys are those of `progress.Position`."""
+
+    age: float  # seconds
+    typical: float  # seconds of a step
+    allowed: float  # seconds that its section may take, 0: nothing was said
+    waits_for: tuple[int, int]  # the key and number of the operation its main thread waits in
+    begun: dict[int, int]  # key -> operations
+    stopped: bool = False  # by a signal, or a debugger: whatever it has begun, it does nothing for it
+
+
 class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
     generation: Generation  # that started this process
@@ -108,6 +119,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runtime: RuntimeReport | None = None
     inside: int = -1  # the step that run_step is in, from 1, -1: none; from the progress page
     copies: CopyFigures | None = None  # from there, too; None: it makes no copies
+    still: Standstill | None = None  # None: it moves
 
 
 class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,6 +176,16 @@ class Remark(Message, frozen=True):
 
     node: str
     text: str
+
+
+class StackTrace(Message, frozen=True):
+    """Where a worker's threads were when `SaveStacks` came. `where`: the script's own line, as far as it is known."""
+
+    rank: int
+    generation: Generation  # that started this process
+    text: str  # at most 64 KiB
+    where: str = ""
+    last: bool = False  # no other of this node comes
 
 
 class Farewell(Message, frozen=True):
@@ -242,6 +264,9 @@ class NodePlan(Message, frozen=True):
     ground: Ground | None = None  # None: nobody of this job knows the runtime
     leave: bool = False  # all scripts are over: who waits for the others may end
     save: bool = False  # before it leaves: what it keeps in memory goes to disk, if the job has a folder for that
+    condemned: tuple[
+        tuple[int, Generation], ...
+    ] = ()  # ranks whose processes, started by that generation, are to be killed
     publish: Stamp | None = None  # make this checkpoint on disk visible, which rank 0 here has reported as whole
 
 
@@ -251,11 +276,17 @@ class Probe(Message, frozen=True):
     peers: tuple[PeerProbe, ...]
 
 
+class SaveStacks(Message, frozen=True):
+    """Say where all threads of all workers are."""
+
+
 class Drill(Message, frozen=True):
-    """Do this harm to yourself. `rank` is -1 when the drill is about the node."""
+    """Do this harm to yourself. `rank` is -1 when the drill is about the node; `value`, `duration` as in FaultRequest."""
 
     kind: DrillKind
     rank: int = -1
+    value: float = 0.0
+    duration: float = 0.0
 
 
 # --- hosts that join by themselves (the same command on every host) --------------------------------------------------
@@ -293,9 +324,9 @@ class JobEnded(Message, frozen=True):
     text: str = ""
 
 
-FromAgent = Hello | NodeReport | ProbeReport | Remark | Farewell
+FromAgent = Hello | NodeReport | ProbeReport | Remark | StackTrace | Farewell
 FromJoiner = JoinRequest | Leaving
-ToAgent = Prepare | ReportAck | NodePlan | Probe | Drill
+ToAgent = Prepare | ReportAck | NodePlan | Probe | SaveStacks | Drill
 ToJoiner = JoinReply | JobEnded
 Body = FromAgent | FromJoiner | FromCommand | ToAgent | ToJoiner | ToCommand
 

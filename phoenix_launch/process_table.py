@@ -11,7 +11,7 @@ import os
 import select
 import signal
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class ProcessStat(NamedTuple):
@@ -131,3 +131,16 @@ def wait_for_exit(processes: Iterable[ProcessStat], seconds: float) -> None:
     finally:
         for pidfd in pidfds:
             os.close(pidfd)
+
+
+STOPPED: Final = {"T": "it is stopped (as by SIGSTOP)", "t": "a debugger holds it"}
+UNABLE: Final = {**STOPPED, "D": "it waits in the kernel"}  # states in which a process answers no signal
+
+
+def kernel_says(pid: int, states: Mapping[str, str] = UNABLE) -> str:
+    """Why it does nothing, as far as its state in the process table tells; else empty."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return states.get(file.read().rpartition(") ")[2][:1], "")
+    except OSError:
+        return ""

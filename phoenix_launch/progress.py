@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Final
 
 PAGE_BYTES: Final = 4096
-LAYOUT: Final = 4  # at offset 0, so that two versions of us never misread each other
+LAYOUT: Final = 5  # at offset 0, so that two versions of us never misread each other
 
-# 64-bit words, each stored by one aligned store; the words after them up to PAGE_BYTES are reserved.
+# 64-bit words, each stored by one aligned store. The table of counts takes the rest of the page: key, count, key, count ...
 _LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS, _COMPLETE, _INSIDE = range(8)
 _COPIES = range(8, 12)
+_OPERATIONS, _WAIT_KEY, _WAIT_COUNT, _TYPICAL, _ALLOWED = range(12, 17)
+_TABLE = range(32, PAGE_BYTES // 8, 2)
 _READ_TRIES: Final = 100
 
 
@@ -46,6 +48,16 @@ class Progress:
     reports: int = 0
     complete: int = -1  # the newest version all copies of which are sealed, -1: unknown; of another thread's making
     inside: int = -1  # the step that run_step is in, counted from 1, -1: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far a rank is in what it exchanges with others. A key is a group (even) or a way between two ranks of it (odd)."""
+
+    operations: int = 0  # that it has begun, of all groups
+    waits_for: tuple[int, int] = (0, 0)  # the key and number of the operation that its main thread waits for; 0: none
+    typical: float = 0.0  # seconds of a step, the median of the last ones; 0: none is over
+    allowed: float = 0.0  # seconds that the section it is in may take; 0: nothing was said
 
 
 class ProgressPage:
@@ -116,6 +128,51 @@ class ProgressPage:
     def read_copies(self) -> CopyFigures:
         state, copied, sent, holders = (self._signed[word] for word in _COPIES)
         return CopyFigures(state=state, copied=copied, sent=sent, holders=holders)
+
+    # --- where it is among the others: written by the script's thread alone ---
+
+    def write_typical(self, seconds: float) -> None:
+        self._real[_TYPICAL] = seconds
+
+    def write_allowed(self, seconds: float) -> None:
+        self._real[_ALLOWED] = seconds
+
+    def write_waiting(self, key: int, count: int) -> None:
+        self._signed[_WAIT_COUNT] = count
+        self._signed[_WAIT_KEY] = key
+
+    def place_of(self, number: int, key: int) -> int:
+        """Give the key the place with this number in the table. Returns what `count` wants to have; 0: the table is full."""
+        if number >= len(_TABLE):
+            return 0
+        place = _TABLE[number]
+        self._signed[place + 1] = 0
+        self._signed[place] = key
+        return place + 1
+
+    def count(self, place: int) -> int:
+        """An operation has begun. Returns its number in its group, from 1."""
+        signed = self._signed
+        signed[_OPERATIONS] += 1
+        signed[place] = count = signed[place] + 1
+        return count
+
+    def begin_anew(self) -> None:
+        """All groups have new communicators: everybody counts from 0 again."""
+        for place in _TABLE:
+            self._signed[place + 1] = 0
+        self.write_waiting(0, 0)
+
+    def read_position(self) -> Position:
+        signed, real = self._signed, self._real
+        waits_for = (signed[_WAIT_KEY], signed[_WAIT_COUNT])
+        return Position(
+            operations=signed[_OPERATIONS], waits_for=waits_for, typical=real[_TYPICAL], allowed=real[_ALLOWED]
+        )
+
+    def read_counts(self) -> dict[int, int]:
+        """By key, how many operations were begun."""
+        return {key: self._signed[place + 1] for place in _TABLE if (key := self._signed[place])}
 
     def read(self) -> Progress:
         progress = Progress()

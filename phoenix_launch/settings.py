@@ -61,6 +61,7 @@ class RunSettings:
     monitor_interval: float = 0.1
     shutdown_timeout: float = timeout("shutdown")
     heartbeat_timeout: float = timeout("heartbeat")
+    hang_timeout: float = timeout("hang")
     spare_timeout: float = timeout("spare")
     orphan_timeout: float = timeout("orphan")
     join_timeout: float = timeout("join")
@@ -114,6 +115,7 @@ class RunSettings:
         return {name: row.seconds for name, row in TIMEOUTS.items()} | {
             "shutdown": self.shutdown_timeout,
             "heartbeat": self.heartbeat_timeout,
+            "hang": self.hang_timeout,
             "spare": self.spare_timeout,
             "orphan": self.orphan_timeout,
             "join": self.join_timeout,

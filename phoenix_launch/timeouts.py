@@ -52,6 +52,14 @@ _ROWS: Final = (
         10.0,
         "a worker is in a step that another one, whose script is over, will never begin; then the job ends",
     ),
+    Timeout(
+        "hang",
+        30.0,
+        "no rank moves (no step, no collective, no report), nor for ten of its usual steps: one hangs",
+        "--hang-timeout",
+    ),
+    Timeout("first_step", 600.0, "the same before two steps are done: programs are loaded and compiled there"),
+    Timeout("stacks", 2.0, "a worker that hangs has written where its threads are"),
     Timeout("rebuild", 60.0, "communicators of a new generation are connected"),
     Timeout("copies_ready", 60.0, "all nodes of a job that can be repaired have started their checkpoint servers"),
     Timeout(
@@ -82,6 +90,7 @@ ORDERS: Final = (
     Order("resend", 2.0, "orphan", "a lost acknowledgement must not make an orphan"),
     Order("ssh_connect", 1.0, "preflight", "a host that ssh still tries must be waited for"),
     Order("connect", 1.0, "preflight", "an agent that still connects must be waited for"),
+    Order("heartbeat", 1.0, "hang", "a node that is gone must be known before its silence is taken for a hang"),
     Order("abort", 1.0, "leave_step", "who still waits in a collective cannot come to the end of its step"),
     Order("slot_piece", 2.0, "slot_request", "a worker must wait while its server waits for another one"),
     Order("drain_output", 1.0, "exit_output", "lines that are still read must find the terminal open"),

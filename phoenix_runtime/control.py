@@ -19,11 +19,12 @@ import msgspec
 
 from phoenix_launch import channel
 from phoenix_launch.errors import ProtocolError
-from phoenix_launch.local_messages import WorkerPlan, WorkerReport
+from phoenix_launch.local_messages import WorkerDrill, WorkerPlan, WorkerReport
 from phoenix_launch.messages import PlanPhase, RuntimeReport
 from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import NO_GENERATION, Generation
-from phoenix_runtime import link
+from phoenix_runtime import link, stacks
+from phoenix_runtime.drills import DRILLS
 
 AGENT: Final = "PHOENIX_AGENT"  # the path of the agent's socket
 _SEND_LIMIT: Final = struct.Struct("@ll")
@@ -85,6 +86,7 @@ class Control:
             sock.close()
             link.remark(f"no agent at {path} ({error.strerror or error}): a failure will restart all workers")
             return None
+        stacks.prepare(path)
         control = cls(sock, abort, starts_alone)
         control._thread.start()
         control.report()
@@ -184,6 +186,8 @@ class Control:
                     os.close(descriptor)
                 if isinstance(message, WorkerPlan):
                     self._take(message)
+                elif isinstance(message, WorkerDrill):
+                    DRILLS.order(message)
         except (OSError, ProtocolError):
             pass
         with self._changed:

@@ -13,3 +13,7 @@ class ScriptError(RuntimeError):
 
 class RehearsalError(RuntimeError):
     """A repeated step was not the same as its first run: something that it reads is not part of TrainState."""
+
+
+class DrillError(RuntimeError):
+    """A drill asked for an error in a step: `phoenix-run inject-fault raise`."""

@@ -61,6 +61,20 @@ def inside(step: int) -> None:
         page.write_inside(step)
 
 
+def typical(seconds: float) -> None:
+    """What a step takes here, as a rule."""
+    page = progress_page()
+    if page is not None:
+        page.write_typical(seconds)
+
+
+def allowed(seconds: float) -> None:
+    """What the piece that runs now may take without a sign of life; 0: as much as ever."""
+    page = progress_page()
+    if page is not None:
+        page.write_allowed(seconds)
+
+
 def remark(text: str) -> None:
     """One line for the user, among what the script writes to stderr."""
     print(f"phoenix: {text}", file=sys.stderr, flush=True)

@@ -22,9 +22,11 @@ from phoenix_runtime.buckets import fix_bucket_order
 from phoenix_runtime.communicators.backend import BACKEND
 from phoenix_runtime.communicators.gate import Gate, StepAborted
 from phoenix_runtime.communicators.group import NAME
+from phoenix_runtime.drills import DRILLS
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 from phoenix_runtime.state import Captured, TrainState
+from phoenix_runtime.step_time import Pace
 
 T = TypeVar("T")
 GO_BACK: Final = 2  # steps at most that are run again before the caller's own
@@ -132,6 +134,7 @@ class Loop:
         self._entries: dict[int, Captured] = {}  # of the caller's step and of those before it, by version
         self._optimizers = 0  # that have begun to step in this attempt
         self._hooked = False
+        self._pace = Pace()
         self._prepared: weakref.WeakSet[TrainState] = weakref.WeakSet()  # whose first step was
 
     # --- the two verbs -----------------------------------------------------------------------------------------------
@@ -154,9 +157,10 @@ class Loop:
         state.finish_step()
         FAULT_POINTS.step = state.step
         link.report(step=state.step)
+        self._pace.finished()
         self.repair.finished(state)
 
-    def run_section(self, state: TrainState, function: Callable[[], T], name: str) -> T:
+    def run_section(self, state: TrainState, function: Callable[[], T], name: str, seconds: float = 0.0) -> T:
         self._refuse_nesting("run_section")
         self._watch_optimizers()
         before = self.repair.passed(name)
@@ -164,7 +168,11 @@ class Loop:
             return cast(T, before[0])
         state.watch_safe_points(self.check)
         self.repair.section_begins(state)
-        value, whole = self._attempt("run_section", state, function)
+        link.allowed(seconds)
+        try:
+            value, whole = self._attempt("run_section", state, function)
+        finally:
+            link.allowed(0.0)
         if not whole:
             self.repair.section_aborted(name, self._reason())
         state.finish_step()
@@ -215,7 +223,10 @@ class Loop:
         gate.keeps = self.repair.repairs
         try:
             self.check()
+            if kind == "run_step":
+                DRILLS.step_begins()
             value = function()
+            DRILLS.step_ends()
             if not self._optimizers:
                 self._refuse_changed_parameters(state)
         except StepAborted:
@@ -362,7 +373,9 @@ def run_step(state: TrainState, function: Callable[[], T]) -> T:
     return LOOP.run_step(state, function)
 
 
-def run_section(state: TrainState, function: Callable[[], T], name: str = "section") -> T:
+def run_section(
+    state: TrainState, function: Callable[[], T], name: str = "section", *, timeout: float | None = None
+) -> T:
     """Run a piece that communicates but steps no optimizer (an evaluation, a collective save), between two steps.
 
     If a process fails meanwhile all start again from the copies in memory, and so does the section. In a process that
@@ -373,8 +386,11 @@ def run_section(state: TrainState, function: Callable[[], T], name: str = "secti
         function: called without arguments. What it returns is pickled; over 1 MiB it is not kept, and a failure until the
             next step is done starts all processes again.
         name: one for each place in the script, the same in all processes.
+        timeout: seconds that it may take on any rank before its ranks are taken for hanging (else --hang-timeout).
 
     Raises:
         ScriptError: what it returns cannot be pickled (where failures are repaired), or it stepped an optimizer.
     """
-    return LOOP.run_section(state, function, name)
+    if timeout is not None and not timeout > 0:
+        raise ScriptError(f"run_section: timeout={timeout!r}", hint="give seconds, more than 0")
+    return LOOP.run_section(state, function, name, timeout or 0.0)

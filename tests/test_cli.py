@@ -26,9 +26,10 @@ from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.cli import main
 from phoenix_launch.cli.command import VERBS, load
 from phoenix_launch.cli.completion import FILES, script
-from phoenix_launch.cli.inject_fault import KINDS
+from phoenix_launch.cli.inject_fault import KINDS, RANKS, VALUED
 from phoenix_launch.cli.showing import plain
 from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
+from phoenix_launch.job import drills
 from phoenix_launch.messages import Body
 from phoenix_launch.options.table import OPTIONS
 from phoenix_launch.process_table import start_time
@@ -293,7 +294,9 @@ def test_the_completions_are_current(output: Output, shell: str) -> None:
 
 
 def test_the_faults_that_are_named_are_those_that_there_are() -> None:
-    assert tuple(kind.value for kind in DrillKind) == KINDS
+    assert set(KINDS) == {kind.value for kind in DrillKind}
+    assert {kind.value for kind in drills.RANKS} == set(RANKS)
+    assert {kind.value for kind in drills.VALUED} == set(VALUED)
 
 
 def test_an_unknown_shell_lists_those_that_are_known(output: Output) -> None:
@@ -310,7 +313,7 @@ def test_an_unknown_shell_lists_those_that_are_known(output: Output) -> None:
         (["status", "jo"], {"job-1"}),
         (["inject-fault", "kill-node", "--job", ""], {"job-1"}),
         (["inject-fault", "kill-node", "--node", "1", "jo"], {"job-1"}),
-        (["inject-fault", ""], {"kill-worker", "kill-node", "kill-agent"}),
+        (["inject-fault", ""], set(KINDS)),
         (["--nodes", ""], set()),
         (["setup.py", "--nod"], set()),
     ],
@@ -656,15 +659,17 @@ def test_a_fault_is_asked_for_with_the_control_key(supervisor: Supervisor, outpu
     assert main(["inject-fault", "kill-node", "--node", "1"]) == 0
     assert main(["inject-fault", "kill-worker", "--rank", "3", "--job", "job-1"]) == 0
     assert main(["inject-fault", "kill-worker", "job-1", "--rank", "3"]) == 0
-    assert output.readouterr().out == "kill-node as asked\nkill-worker as asked\nkill-worker as asked\n"
-    assert (
-        supervisor.asked[:2]
-        == supervisor.asked[:1] + supervisor.asked[2:]
-        == [
-            (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_NODE, node="1")),
-            (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_WORKER, rank=3)),
-        ]
-    )
+    assert main(["inject-fault", "slow", "2.5", "job-1", "--rank", "3", "--duration", "4"]) == 0
+    assert main(["inject-fault", "kill-supervisor"]) == 0
+    kinds = ("kill-node", "kill-worker", "kill-worker", "slow", "kill-supervisor")
+    assert output.readouterr().out == "".join(f"{kind} as asked\n" for kind in kinds)
+    assert supervisor.asked == [
+        (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_NODE, node="1")),
+        (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_WORKER, rank=3)),
+        (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_WORKER, rank=3)),
+        (PeerKind.CONTROL, FaultRequest(DrillKind.SLOW, rank=3, value=2.5, duration=4.0)),
+        (PeerKind.CONTROL, FaultRequest(DrillKind.KILL_SUPERVISOR)),
+    ]
 
 
 def test_a_refused_fault_says_why(supervisor: Supervisor, output: Output) -> None:
@@ -679,6 +684,11 @@ def test_a_fault_needs_a_kind_and_one_target(supervisor: Supervisor, output: Out
     assert "--rank R" in refused(output, "inject-fault", "kill-worker", "--node", "0")
     assert "must be a whole number" in refused(output, "inject-fault", "kill-worker", "--rank", "-1")
     assert "missing argument" in refused(output, "inject-fault")
+    assert "slow needs a number, not ''" in refused(output, "inject-fault", "slow", "--rank", "1")
+    assert "exit 300: must be from 0 to 255" in refused(output, "inject-fault", "exit", "300", "--rank", "1")
+    assert "must be seconds" in refused(output, "inject-fault", "freeze", "--rank", "1", "--duration", "x")
+    assert "harms no rank and no node" in refused(output, "inject-fault", "kill-supervisor", "--node", "1")
+    assert "b: one job at a time" in refused(output, "inject-fault", "freeze", "a", "b", "--rank", "1")
     assert "two jobs are named" in refused(output, "inject-fault", "kill-node", "a", "--job", "b", "--node", "0")
     assert supervisor.asked == []
 

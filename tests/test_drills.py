@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.command_messages import DrillKind, FaultRequest
 from phoenix_launch.errors import UsageError
-from phoenix_launch.job.drills import DrillPlan, find_target, parse_kind, parse_plan
+from phoenix_launch.job.drills import DrillPlan, find_target, is_due, parse_kind, parse_plan
 from phoenix_launch.job.placement import Seat
-from phoenix_launch.job.state import Member, NodeState, Rules, State
+from phoenix_launch.job.state import Holder, Member, NodeState, Rules, State
+from phoenix_launch.messages import RuntimeReport
 from phoenix_launch.wire import Generation
 
 
@@ -29,6 +32,10 @@ def job(*members: Member) -> State:
 def test_a_plan_is_read() -> None:
     assert parse_plan("kill-node --node 1 --after 20") == DrillPlan(kind=DrillKind.KILL_NODE, node="1", after=20.0)
     assert parse_plan("kill-worker --rank 3") == DrillPlan(kind=DrillKind.KILL_WORKER, rank=3)
+    assert parse_plan("kill-supervisor --at-step 4") == DrillPlan(kind=DrillKind.KILL_SUPERVISOR, at_step=4)
+    slow = DrillPlan(kind=DrillKind.SLOW, rank=1, value=3.5, duration=2.0, after=1.0)
+    assert parse_plan("slow 3.5 --rank 1 --duration 2 --after 1") == slow
+    assert slow.request == FaultRequest(DrillKind.SLOW, rank=1, value=3.5, duration=2.0)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +52,16 @@ def test_a_plan_is_read() -> None:
         "kill-node --node 1 --after nan",
         "kill-node --node 1 --when 3",
         "kill-node --node '1",
+        "kill-supervisor --node 1",
+        "slow --rank 1",
+        "slow 0.5 --rank 1",
+        "exit 256 --rank 1",
+        "exit x --rank 1",
+        "hang 3 --rank 1",
+        "hang --node 1",
+        "freeze",
+        "hang --rank 1 --at-step 1.5",
+        "hang --rank 1 --duration -1",
     ],
 )
 def test_a_bad_plan_is_refused_with_a_hint(text: str) -> None:
@@ -75,3 +92,24 @@ def test_a_worker_is_found_by_its_rank() -> None:
 def test_what_is_not_there_or_dead_already_is_no_target(rank: int, node: str) -> None:
     with pytest.raises(UsageError):
         find_target(job(member(0), member(1, NodeState.LOST)), DrillKind.KILL_NODE, rank, node)
+
+
+def test_a_rank_that_does_not_know_the_runtime_cannot_harm_itself() -> None:
+    state = job(member(0), member(1))
+    assert find_target(state, DrillKind.FREEZE, 1, "").text == "rank 1 on node0"
+    assert find_target(state, DrillKind.FREEZE, -1, "node0").rank == -1
+    with pytest.raises(UsageError, match="hang: rank 1 does not know phoenix_runtime"):
+        find_target(state, DrillKind.HANG, 1, "")
+    held = Holder(rank=1, node=0, born=Generation(1, 1), runtime=RuntimeReport())
+    told = replace(state, holders={1: held})
+    assert find_target(told, DrillKind.SLOW, 1, "", 3.0).text == "3 on rank 1 on node0"
+
+
+def test_a_drill_is_due_when_its_time_and_its_step_have_come() -> None:
+    born = Generation(1, 1)
+    state = replace(job(member(0)), holders={r: Holder(rank=r, node=0, born=born, step=5 + r) for r in range(2)})
+    assert not is_due(DrillPlan(kind=DrillKind.HANG, rank=0), state, -1.0)
+    assert is_due(DrillPlan(kind=DrillKind.HANG, rank=0), state, 0.0)
+    assert not is_due(DrillPlan(kind=DrillKind.HANG, rank=0, after=2.0), state, 1.0)
+    assert is_due(DrillPlan(kind=DrillKind.HANG, rank=0, at_step=5), state, 0.0)
+    assert not is_due(DrillPlan(kind=DrillKind.HANG, rank=0, at_step=6), state, 0.0), "not all have done it"

@@ -146,3 +146,31 @@ def test_what_copies_come_to_stands_beside_the_steps(page: tuple[ProgressPage, s
     worker.write(Progress(step=3))
     worker.close()
     assert (page[0].read_copies(), page[0].read().step) == (figures, 3)
+
+
+def test_a_rank_says_what_it_has_begun_and_what_it_waits_for(page: tuple[ProgressPage, str]) -> None:
+    first, second = page[0].place_of(0, 77), page[0].place_of(1, 78)
+    assert [page[0].count(first), page[0].count(first), page[0].count(second)] == [1, 2, 1]
+    page[0].write_waiting(77, 2)
+    page[0].write_typical(0.25)
+    page[0].write_allowed(60.0)
+    found = page[0].read_position()
+    assert (found.operations, found.waits_for, found.typical, found.allowed) == (3, (77, 2), 0.25, 60.0)
+    assert page[0].read_counts() == {77: 2, 78: 1}
+
+
+def test_with_new_communicators_all_is_counted_anew(page: tuple[ProgressPage, str]) -> None:
+    place = page[0].place_of(0, 77)
+    page[0].count(place)
+    page[0].write_waiting(77, 1)
+    page[0].begin_anew()
+    assert page[0].read_counts() == {77: 0}
+    assert page[0].read_position().waits_for == (0, 0)
+    assert page[0].count(place) == 1
+
+
+def test_a_full_table_takes_no_more_groups(page: tuple[ProgressPage, str]) -> None:
+    places = [page[0].place_of(number, number + 1) for number in range(400)]
+    taken = [place for place in places if place]
+    assert len(set(taken)) == len(taken) == places.index(0)
+    assert max(taken) * 8 < PAGE_BYTES

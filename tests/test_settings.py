@@ -104,6 +104,7 @@ VALUES: list[tuple[str, str, object]] = [
     ("signals-to-handle", "SIGTERM,usr1", ("SIGTERM", "SIGUSR1")),
     ("shutdown-timeout", "0", 0.0),
     ("heartbeat-timeout", "2.5", 2.5),
+    ("hang-timeout", "45", 45.0),
     ("spare-timeout", "0", 0.0),
     ("orphan-timeout", "600", 600.0),
     ("join-timeout", "30", 30.0),

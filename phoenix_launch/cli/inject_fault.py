@@ -8,30 +8,51 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from phoenix_launch.cli.asking import ask
-from phoenix_launch.cli.command import Command, job_argument, nearest
+from phoenix_launch.cli.command import Command, nearest
 from phoenix_launch.errors import EXIT_OK, UsageError
 from phoenix_launch.records.folders import choose, jobs_root
 
 if TYPE_CHECKING:
     from phoenix_launch.command_messages import DrillKind
 
-KINDS: Final = ("kill-worker", "kill-node", "kill-agent")  # DrillKind's, named here so that the help loads no messages
+KINDS: Final = (  # DrillKind's, named here so that the help loads no messages
+    "kill-worker", "kill-node", "kill-agent", "kill-server", "kill-supervisor", "fail-spare",
+    "freeze", "hang", "hang-gil", "slow", "raise", "exit",
+)  # fmt: skip
 _EXAMPLE: Final = "for example phoenix-run inject-fault {} {}"
+RANKS: Final = ("kill-worker", "hang", "hang-gil", "slow", "raise", "exit")
+VALUED: Final = {"slow": "4", "exit": "3"}  # kinds with a number, and an example of it
 
 
-def inject_fault(kind: str, job: str, rank: str | None, node: str, named: str, dry_run: bool) -> int:
-    """Harm a running job on purpose: kill-worker, kill-node (a power loss) or kill-agent.
+def inject_fault(
+    kind: str, words: tuple[str, ...], rank: str | None, node: str, named: str, duration: str, dry_run: bool
+) -> int:
+    """Harm a running job on purpose: kill, freeze, hang, slow ... a rank or a node.
+
+    To a rank: kill-worker, freeze (SIGSTOP), hang, hang-gil (it keeps python's lock), slow FACTOR, raise, exit CODE.
+    To a node: kill-node (a power loss), freeze, kill-agent, kill-server (its copies in memory), fail-spare.
+    To the job: kill-supervisor.
 
     The job must have been started with --allow-drills, except for --dry-run. Without JOB: the one that runs.
     """
-    from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest
+    from phoenix_launch.command_messages import Answer, FaultRequest
 
-    request = FaultRequest(_kind(kind), _rank(rank), node, dry_run)
-    if (rank is None) == (not node):
+    found, number, job = _kind(kind), "", ""
+    if kind in VALUED and words:
+        number, *words_left = words
+        words = tuple(words_left)
+    if len(words) > 1:
+        raise UsageError(f"{words[1]}: one job at a time", hint=_EXAMPLE.format(kind, _target(kind)))
+    job = words[0] if words else ""
+    request = FaultRequest(found, _rank(rank), node, dry_run, _value(kind, number), _seconds(duration))
+    if kind == "kill-supervisor":
+        if rank is not None or node:
+            raise UsageError("kill-supervisor harms no rank and no node", hint="leave --rank and --node out")
+    elif (rank is None) == (not node):
         raise UsageError(f"{kind}: give one of --rank R and --node N", hint=_EXAMPLE.format(kind, _target(kind)))
-    if node and request.kind is DrillKind.KILL_WORKER:
+    elif node and kind in RANKS:
         raise UsageError(
-            "kill-worker harms one rank, not a node",
+            f"{kind} harms one rank, not a node",
             hint=f"say which with --rank R, or harm all of {node}: phoenix-run inject-fault kill-node --node {node}",
         )
     if job and named and job != named:
@@ -47,6 +68,22 @@ def inject_fault(kind: str, job: str, rank: str | None, node: str, named: str, d
     return EXIT_OK
 
 
+def _value(kind: str, text: str) -> float:
+    from phoenix_launch.job.drills import parse_kind, read_value
+
+    return read_value(parse_kind(kind), text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text or 0)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--duration {text!r}: must be seconds, 0 or more", hint="for example --duration 5")
+    return seconds
+
+
 def _kind(kind: str) -> DrillKind:
     from phoenix_launch.command_messages import DrillKind
 
@@ -58,7 +95,7 @@ def _kind(kind: str) -> DrillKind:
 
 
 def _target(kind: str) -> str:
-    return "--rank 0" if kind == "kill-worker" else "--node 1"
+    return f"{VALUED.get(kind, '')} --rank 0".strip() if kind in RANKS else "--node 1"
 
 
 def _rank(rank: str | None) -> int:
@@ -74,10 +111,13 @@ command = Command(
     inject_fault,
     [
         click.Argument(["kind"]),
-        job_argument(),
+        click.Argument(["words"], nargs=-1, metavar="[NUMBER] [JOB]"),
         click.Option(["--rank"], metavar="R", help="The rank whose process (or whose node) is harmed."),
         click.Option(["--node"], metavar="N", default="", help="The node that is harmed: its index or its name."),
         click.Option(["named", "--job"], metavar="JOB", default="", help="The same as JOB after KIND."),
+        click.Option(
+            ["--duration"], metavar="T", default="", help="Seconds until a freeze, a hang or a slowness is over."
+        ),
         click.Option(["--dry-run"], is_flag=True, help="Only say what would be harmed."),
     ],
 )

@@ -6,23 +6,49 @@ import difflib
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.command_messages import DrillKind, FaultRequest
 from phoenix_launch.errors import UsageError
-from phoenix_launch.job.state import State
+from phoenix_launch.job.state import Member, State
 from phoenix_launch.wording import ranks_named
 
 _HINT = 'for example --drill "kill-node --node 1 --after 20"'
+_NUMBERS = ("--rank", "--after", "--at-step", "--duration")
+
+
+RANKS: Final = frozenset(
+    {
+        DrillKind.KILL_WORKER, DrillKind.HANG, DrillKind.HANG_GIL, DrillKind.SLOW, DrillKind.RAISE, DrillKind.EXIT
+    }
+)  # fmt: skip  # what only a rank can be hit by
+EITHER: Final = frozenset({DrillKind.FREEZE})  # a rank alone, or a whole node
+VALUED: Final = {DrillKind.SLOW: (1.0, 1000.0), DrillKind.EXIT: (0.0, 255.0)}  # kinds with a number, and its limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """One fault to come. `after`: seconds from the moment the workers first run."""
+    """One fault to come. `after`: seconds from the moment the workers first run; `at_step`: and the step that all have done."""
 
     kind: DrillKind
     rank: int = -1
     node: str = ""
     after: float = 0.0
+    at_step: int = -1
+    value: float = 0.0
+    duration: float = 0.0
+
+    @property
+    def request(self) -> FaultRequest:
+        return FaultRequest(self.kind, self.rank, self.node, value=self.value, duration=self.duration)
+
+
+def is_due(plan: DrillPlan, state: State, since: float) -> bool:
+    """`since`: seconds since the workers first ran, negative: they do not yet."""
+    if since < plan.after or since < 0:
+        return False
+    steps = [holder.step for holder in state.holders.values()]
+    return plan.at_step < 0 or bool(steps and min(steps) >= plan.at_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +71,7 @@ def parse_kind(word: str) -> DrillKind:
 
 
 def parse_plan(text: str) -> DrillPlan:
-    """Read `KIND [--node N | --rank R] [--after SECONDS]`. Raises UsageError with an example."""
+    """Read `KIND [NUMBER] [--node N | --rank R] [--after SECONDS] [--at-step S] [--duration T]`. Raises UsageError."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -53,19 +79,42 @@ def parse_plan(text: str) -> DrillPlan:
     if not words:
         raise UsageError("an empty --drill", hint=_HINT)
     kind = parse_kind(words[0])
+    number = words.pop(1) if kind in VALUED and len(words) > 1 and not words[1].startswith("--") else ""
     given = dict(zip(words[1::2], words[2::2], strict=False))
-    unknown = [name for name in words[1::2] if name not in ("--node", "--rank", "--after")]
+    unknown = [name for name in words[1::2] if name not in ("--node", *_NUMBERS)]
     if unknown or len(words) % 2 == 0:
         raise UsageError(f"cannot read the drill {text!r}", hint=_HINT)
     try:
-        rank, after = int(given.get("--rank", "-1")), float(given.get("--after", "0"))
+        numbers = {name: float(given[name]) for name in _NUMBERS if name in given}
     except ValueError:
-        raise UsageError(f"--rank and --after of the drill {text!r} must be numbers", hint=_HINT) from None
-    node = given.get("--node", "")
-    if not 0 <= after < float("inf") or ("--rank" in given and rank < 0):
-        raise UsageError(f"--rank and --after of the drill {text!r} must not be negative", hint=_HINT)
+        raise UsageError(f"the numbers of the drill {text!r} cannot be read", hint=_HINT) from None
+    whole = all(numbers[name].is_integer() for name in ("--rank", "--at-step") if name in numbers)
+    if not whole or not all(0 <= each < float("inf") for each in numbers.values()):
+        raise UsageError(f"the numbers of the drill {text!r} must not be negative", hint=_HINT)
+    node, rank = given.get("--node", ""), int(numbers.get("--rank", -1))
+    value = read_value(kind, number)
     check_aim(kind, rank, node)
-    return DrillPlan(kind=kind, rank=rank, node=node, after=after)
+    return DrillPlan(
+        kind=kind, rank=rank, node=node, after=numbers.get("--after", 0.0), value=value,
+        at_step=int(numbers.get("--at-step", -1)), duration=numbers.get("--duration", 0.0),
+    )  # fmt: skip
+
+
+def read_value(kind: DrillKind, text: str) -> float:
+    """The number that this kind wants. Raises UsageError."""
+    limits = VALUED.get(kind)
+    if limits is None:
+        if text:
+            raise UsageError(f"{kind.value} takes no number ({text})", hint=f"leave {text} out")
+        return 0.0
+    example = f"for example {kind.value} {'4' if kind is DrillKind.SLOW else '3'} --rank 1"
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"{kind.value} needs a number, not {text!r}", hint=example) from None
+    if not limits[0] <= value <= limits[1]:
+        raise UsageError(f"{kind.value} {text}: must be from {limits[0]:g} to {limits[1]:g}", hint=example)
+    return value
 
 
 def check_targets(plans: Iterable[DrillPlan], nodes: Sequence[str], ranks: int) -> None:
@@ -84,15 +133,21 @@ def check_targets(plans: Iterable[DrillPlan], nodes: Sequence[str], ranks: int) 
 
 def check_aim(kind: DrillKind, rank: int, node: str) -> None:
     """A worker is named by its rank; a node by itself or by one of its ranks. Raises UsageError."""
-    if kind is DrillKind.KILL_WORKER and rank < 0:
-        raise UsageError("kill-worker needs a rank", hint="give --rank R")
+    if kind is DrillKind.KILL_SUPERVISOR:
+        if rank >= 0 or node:
+            raise UsageError("kill-supervisor harms no rank and no node", hint="leave --rank and --node out")
+        return
+    if kind in RANKS and (rank < 0 or node):
+        raise UsageError(f"{kind.value} needs a rank", hint="give --rank R")
     if (rank < 0) == (not node):
         raise UsageError(f"{kind.value} needs one target", hint="give either --node N or --rank R")
 
 
-def find_target(state: State, kind: DrillKind, rank: int, node: str) -> Target:
+def find_target(state: State, kind: DrillKind, rank: int, node: str, value: float = 0.0) -> Target:
     """Whom the drill hits now. Raises UsageError when there is no such rank or node, or nothing of it lives."""
     check_aim(kind, rank, node)
+    if kind is DrillKind.KILL_SUPERVISOR:
+        return Target(-1, -1, "of this job")
     if rank >= 0:
         place = next((p for p in state.places if p.rank == rank), None)
         if place is None:
@@ -106,7 +161,21 @@ def find_target(state: State, kind: DrillKind, rank: int, node: str) -> Target:
         member = found[0]
     if not member.alive:
         raise UsageError(f"{member.name} is {member.state.value} already")
-    if kind is DrillKind.KILL_WORKER:
-        return Target(member.index, rank, f"rank {rank} on {member.name}")
+    if kind in RANKS or (kind in EITHER and rank >= 0):
+        return _rank_target(state, kind, rank, member, value)
+    if kind is DrillKind.FAIL_SPARE and not member.parked:
+        raise UsageError(f"no spare process waits on {member.name}", hint="`phoenix-run status` shows where some do")
     held = ranks_named([p.rank for p in state.places if p.node == member.index])
-    return Target(member.index, -1, f"{member.name} ({held})")
+    return Target(member.index, -1, f"{member.name} ({held})" if held else member.name)
+
+
+def _rank_target(state: State, kind: DrillKind, rank: int, member: Member, value: float) -> Target:
+    holder = state.holders.get(rank)
+    told = holder is not None and holder.runtime is not None
+    if kind not in (DrillKind.KILL_WORKER, DrillKind.FREEZE) and not told:
+        raise UsageError(
+            f"{kind.value}: rank {rank} does not know phoenix_runtime, and would have to do that by itself",
+            hint="kill-worker and freeze harm any process",
+        )
+    number = f"{value:g} on " if kind in VALUED else ""
+    return Target(member.index, rank, f"{number}rank {rank} on {member.name}")

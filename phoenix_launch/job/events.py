@@ -65,11 +65,22 @@ class OutputHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class StacksTaken:
+    """Where this rank's process is, the one that this generation started. `last`: no other of its node comes."""
+
+    index: int
+    rank: int
+    generation: Generation
+    where: str
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     pass
 
 
-Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | OutputHeld | Ticked
+Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | OutputHeld | StacksTaken | Ticked
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
@@ -77,7 +88,10 @@ Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFound:
-    """For the journal and the screen. kind: "worker", "node". `after`: seconds since it happened, as far as is known."""
+    """For the journal and the screen. `after`: seconds since it happened, as far as is known.
+
+    kind: "worker", "node", or "hang", whose `node` is -1 when no rank in particular is to blame.
+    """
 
     kind: str
     node: int
@@ -85,6 +99,13 @@ class FaultFound:
     detail: str
     cause: Ended | None = None
     after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StacksWanted:
+    """Of all workers: a hang is looked into before anybody is ended. `age`: seconds since somebody has moved."""
+
+    age: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +171,7 @@ class Finished:
 
 Action = (
     FaultFound
+    | StacksWanted
     | GenerationBegun
     | StartsAnew
     | RecoveryFound

@@ -23,9 +23,11 @@ from phoenix_launch.job.events import (
     GaveUp,
     OutputHeld,
     Reported,
+    StacksTaken,
     StopAsked,
     Ticked,
 )
+from phoenix_launch.job.hanging import Hanging
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.transition import silent_since
@@ -52,7 +54,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Starting):
+class _Transition(Hanging, Starting):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -75,6 +77,8 @@ class _Transition(Starting):
             case OutputHeld():
                 if self.state.phase is Phase.LEAVING:
                     self.state = replace(self.state, since=self.now)
+            case StacksTaken():
+                self._stacks(event)
             case Ticked():
                 pass
 
@@ -119,8 +123,9 @@ class _Transition(Starting):
                 continue
             runtime = holder.runtime if rank.runtime is None else rank.runtime
             at = rank.step if rank.step >= 0 else holder.step
-            if (holder.seen, holder.step, holder.runtime, holder.inside) != (True, at, runtime, rank.inside):
-                news[rank.rank] = replace(holder, seen=True, step=at, runtime=runtime, inside=rank.inside)
+            new = replace(holder, seen=True, step=at, runtime=runtime, inside=rank.inside, still=rank.still)
+            if new != holder:
+                news[rank.rank] = new
             if rank.exit is None:
                 continue
             known = self.state.ended.get(rank.rank)
@@ -211,6 +216,8 @@ class _Transition(Starting):
             self._enter(
                 Phase.STOPPING, outcome=self._no_room(too_full), signal=SIGTERM, grace=state.rules.shutdown_timeout
             )
+        elif self._dying:
+            self._settle_dying()
         elif (failed or self._seat_empty()) and holding.resilient(state):
             self._repair()
         elif failed:
@@ -221,7 +228,7 @@ class _Transition(Starting):
             self.state = replace(state, leave=True)
         elif self._seat_empty():
             self._refill()
-        elif self._left_behind():
+        elif self._left_behind() or self._hangs():
             return
         elif self.now - state.since > state.rules.start_timeout:
             seated = {seat.node for seat in state.lineup}

@@ -13,7 +13,7 @@ from phoenix_launch.job.commit import NO_VERSION, Bundle, Lineage
 from phoenix_launch.job.losses import Loss
 from phoenix_launch.job.placement import RankPlace, Seat
 from phoenix_launch.job.recovery import Recovery
-from phoenix_launch.messages import ExitReport, RuntimeReport
+from phoenix_launch.messages import ExitReport, RuntimeReport, Standstill
 from phoenix_launch.wire import NO_GENERATION, Generation
 
 SIGTERM = 15
@@ -68,6 +68,9 @@ class Rules:
     abort_timeout: float = 5.0  # a survivor is out of all collectives; past that its process is ended and replaced
     leave_timeout: float = 60.0  # and it has come to the end of its step
     left_behind_timeout: float = 10.0  # a worker is in a step that another one will never begin
+    hang_timeout: float = 30.0  # no rank moves
+    first_step_timeout: float = 600.0  # the same, before two steps are done
+    stacks_timeout: float = 2.0
     teardown_timeout: float = 10.0  # what an agent may need beyond a grace: draining output, reaping
     save_timeout: float = 0.0  # and before that: writing what it keeps in memory to disk
     master_port: int = 0  # the first generation's store has to be here, 0: anywhere
@@ -143,6 +146,7 @@ class Holder:
     step: int = -1
     inside: int = -1  # the step that it is in, from 1, -1: none, or not known
     runtime: RuntimeReport | None = None  # None: it has not said that it knows the runtime
+    still: Standstill | None = None  # it does not move
 
 
 class Rung(enum.IntEnum):
@@ -192,6 +196,10 @@ class State:
     leave: bool = False  # all its scripts are over
     ran: bool = False  # while the job stops: its nodes had been told to run their workers
     behind: float | None = None  # since when a rank is in a step beyond the end of another one's script
+    stacks_since: float | None = None  # since when a hang is looked into
+    stacks_seen: Mapping[int, str] = field(default_factory=dict)  # by rank, where it was found then
+    stacks_from: frozenset[int] = frozenset()  # nodes that have said it all
+    condemned: frozenset[int] = frozenset()  # ranks that hang: their processes are to be killed
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
     lineage: Lineage = field(default_factory=Lineage)
     losses: Mapping[int, Loss] = field(default_factory=dict)  # how each rank ended last, with the runtime

@@ -24,7 +24,7 @@ from phoenix_launch.job.events import (
     StartsAnew,
     WaitingForNode,
 )
-from phoenix_launch.job.losses import bug, loss
+from phoenix_launch.job.losses import Loss, bug, loss
 from phoenix_launch.job.recovery import Recovery, Survivor
 from phoenix_launch.job.state import SIGTERM, Holder, Member, Outcome, Phase, Rung, State, Swap, fault
 from phoenix_launch.job.transition import Transition
@@ -60,14 +60,17 @@ class Swapping(Transition):
     def _stop_for_a_bug(self) -> bool:
         """Say what ended, and stop when it would only come again."""
         for ended in holding.failed(self.state):
-            self.actions.append(
-                FaultFound(
-                    kind="worker", node=ended.node, ranks=(ended.rank,), detail=fault(ended.report.code), cause=ended,
-                    after=self.now - ended.at,
-                )
-            )  # fmt: skip
             state, holder = self.state, self.state.holders[ended.rank]
             new = loss(ended.report, holder.step)
+            if ended.rank in state.condemned:  # said already
+                new = Loss("hang", holder.step, raised=False)
+            else:
+                self.actions.append(
+                    FaultFound(
+                        kind="worker", node=ended.node, ranks=(ended.rank,), detail=fault(ended.report.code),
+                        cause=ended, after=self.now - ended.at,
+                    )
+                )  # fmt: skip
             together = {**state.raised, ended.rank: new}
             why = bug(new, state.losses.get(ended.rank), together, len(state.places))
             self.state = replace(state, losses={**state.losses, ended.rank: new}, raised=together)

@@ -28,7 +28,9 @@ class Transition:
         self.state = replace(self.state, members={**self.state.members, index: member})
 
     def _enter(self, phase: Phase, **changes: object) -> None:
-        self.state = replace(self.state, phase=phase, since=self.now, behind=None, **changes)  # type: ignore[arg-type]
+        self.state = replace(
+            self.state, phase=phase, since=self.now, behind=None, stacks_since=None, condemned=frozenset(), **changes,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def _leave(self, outcome: Outcome) -> None:
         self._enter(Phase.LEAVING, outcome=outcome)

@@ -36,6 +36,7 @@ class Wish:
     lineage: Lineage = field(default_factory=Lineage)
     ground: Ground | None = None
     leave: bool = False  # all scripts are over
+    condemned: tuple[tuple[int, Generation], ...] = ()  # ranks here that hang, with the generation that started them
     publish: Stamp | None = None  # a checkpoint on disk
     save: bool = False  # what is in memory goes to disk first
 
@@ -70,6 +71,7 @@ def wish_for(state: State, index: int) -> Wish:
                 generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace,
                 born=_born(state, places), recovery=state.recovery, lineage=state.lineage,
                 ground=ground(state), leave=state.leave, publish=to_publish(state, index),
+                condemned=_condemned(state, index),
             )  # fmt: skip
     return Wish(generation, PlanPhase.PARK, lineage=state.lineage, ground=ground(state))
 
@@ -89,6 +91,11 @@ def _swap_wish(state: State, index: int) -> Wish:
 def _born(state: State, places: tuple[RankPlace, ...]) -> dict[int, Generation]:
     born = {place.rank: state.holders[place.rank].born for place in places if place.rank in state.holders}
     return {rank: generation for rank, generation in born.items() if generation < state.generation}
+
+
+def _condemned(state: State, index: int) -> tuple[tuple[int, Generation], ...]:
+    found = [state.holders[rank] for rank in sorted(state.condemned) if rank in state.holders]
+    return tuple((holder.rank, holder.born) for holder in found if holder.node == index)
 
 
 def _must_stop(state: State) -> bool:

@@ -33,12 +33,13 @@ from phoenix_launch.messages import (
     ProbeReport,
     Remark,
     ReportAck,
+    SaveStacks,
     ToAgent,
 )
 from phoenix_launch.node.actions import Leave
 from phoenix_launch.node.arrival import arrived
 from phoenix_launch.node.diagnostics import say
-from phoenix_launch.node.harm import power_loss
+from phoenix_launch.node.harm import freeze_node, power_loss
 from phoenix_launch.node.output import OutputPump
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.probes import Dialer, ProbeListener
@@ -132,7 +133,7 @@ class Agent:
             return 0.0
         now = self._clock.now
         times = [self._said_at + self._bootstrap.timeouts.heartbeat_interval]
-        if self._workers.busy:
+        if self._workers.busy or self._workers.stacks.under_way:
             times.append(now + BUSY_SECONDS)
         times += [t for t in (self._state.next_deadline(), self._workers.next_deadline()) if t is not None]
         return max(0.0, min(times) - now)
@@ -152,6 +153,8 @@ class Agent:
         for dialer in self._dialers:
             dialer.advance(self._clock.now)
         self._dialers = [dialer for dialer in self._dialers if not dialer.over]
+        for trace in self._workers.stacks.advance(self._clock.now):
+            self._link.send(trace, self._generation)
         self._say_remarks()
         self._report()
         self._check_supervisor()
@@ -235,6 +238,8 @@ class Agent:
             case Probe(peers=peers):
                 deadline = self._clock.now + self._bootstrap.timeouts.connect
                 self._dialers.append(Dialer(self._loop, peers, self._bootstrap.job, deadline, self._say_probes))
+            case SaveStacks():
+                self._workers.save_stacks()
             case Drill():
                 self._harm(body)
 
@@ -246,6 +251,11 @@ class Agent:
                 os.kill(os.getpid(), signal.SIGKILL)
             case DrillKind.KILL_NODE:
                 power_loss(self._guardian, self._runtime)
+            case DrillKind.FREEZE if drill.rank < 0:
+                freeze_node(self._guardian, drill.duration)
+            case _:
+                if not self._workers.harm(drill):
+                    self._remarks.append(f"drill: there is nothing for {drill.kind.value} to harm")
 
     # --- what it says ------------------------------------------------------------------------------------------------
 

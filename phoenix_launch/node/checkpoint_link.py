@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -102,6 +103,14 @@ class CheckpointLink:
         """What it keeps goes to disk; `saved` says when."""
         if self._stream is not None:
             self._stream.say(message)
+
+    def kill(self) -> bool:
+        """SIGKILL to the server, for a drill; False: there is none."""
+        process = self._owned.get(self._key) if self._key else None
+        if process is None or process.pidfd < 0:
+            return False
+        signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+        return True
 
     def close(self) -> None:
         """The server ends at this."""

@@ -1,16 +1,25 @@
-"""The harm of a drill that an agent does to its own node: power loss, after which nobody has said a word."""
+"""The harm of a drill that an agent does to its own node, or to a process of it, as if nobody had meant it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.local_messages import WorkerDrill
+from phoenix_launch.messages import Drill
+from phoenix_launch.node.owned_processes import OwnedProcesses
+from phoenix_launch.node.runtime_support import RuntimeSupport
+from phoenix_launch.node.state import NodeState
 from phoenix_launch.process_table import ProcessStat, living_descendants, send_signal
 
+FROZEN_SECONDS: Final = 20.0  # of a node, when nothing was said: who is frozen for ever could not be ended with its job
 _FREEZE_ROUNDS: Final = 20
 
 
@@ -23,6 +32,43 @@ def power_loss(guardian: int, runtime: Path) -> None:
     for process in frozen:
         _kill(process.pid)  # stopped, so its number cannot have passed to anybody
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze_node(guardian: int, seconds: float) -> None:
+    """SIGSTOP to the guardian, to everything below this process, and to itself; after `seconds` all go on."""
+    frozen = [process.pid for process in _freeze()]
+    _thaw_after([*frozen, guardian, os.getpid()], seconds or FROZEN_SECONDS)
+    os.kill(guardian, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def harm(drill: Drill, state: NodeState, owned: OwnedProcesses, support: RuntimeSupport) -> bool:
+    """To a worker, a spare process or the checkpoint server. Whether there is such a one."""
+    if drill.kind is DrillKind.KILL_SERVER:
+        return support.kill_server()
+    if drill.kind is DrillKind.FAIL_SPARE:
+        for pid in state.parked_pids()[:1]:
+            _kill(pid)
+        return bool(state.parked_pids())
+    for member in state.workers():
+        if member.order is None or member.order.rank != drill.rank or not member.alive or member.pid <= 0:
+            continue
+        if drill.kind is not DrillKind.FREEZE:
+            return support.drill(member.key, WorkerDrill(drill.kind, drill.value, drill.duration))
+        signal.pidfd_send_signal(owned[member.key].pidfd, signal.SIGSTOP)
+        if drill.duration:
+            _thaw_after([member.pid], drill.duration)
+        return True
+    return False
+
+
+def _thaw_after(pids: Iterable[int], seconds: float) -> None:
+    """By a process that nobody here waits for: we may be frozen ourselves."""
+    names = " ".join(map(str, pids))
+    command = ["/bin/sh", "-c", f"sleep {seconds:.3f}; kill -CONT {names}"]
+    subprocess.Popen(
+        command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def _freeze() -> list[ProcessStat]:

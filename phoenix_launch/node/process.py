@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
+from phoenix_launch.messages import Standstill
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.trees import Claim
+from phoenix_launch.process_table import STOPPED, kernel_says
 from phoenix_launch.progress import CopyFigures, Progress, ProgressPage
 from phoenix_launch.wire import Generation
 
 ERROR_FILE_BYTES: Final = 64 << 10
+STILL_SECONDS: Final = 2.0  # from here on it is said that a worker stands still
 
 
 def read_error_file(path: Path | None) -> str:
@@ -69,6 +72,8 @@ class NodeProcess:
     code: int | None = None  # of its exit, once collected
     verdict: int | None = None  # reported instead of the code: it was ended because it could not be set up
     hosting: Generation | None = None  # as a store
+    moved: tuple[float, ...] = ()  # what its page said when it was looked at last
+    moved_at: float | None = None  # when that was new
 
     @property
     def claim(self) -> Claim:
@@ -94,6 +99,20 @@ class NodeProcess:
 
     def inside(self) -> int:
         return self._progress().inside
+
+    def standstill(self, now: float) -> Standstill | None:
+        """Since when nothing has moved on its page; None: it moved a short time ago, or never said anything."""
+        if self.page is None:
+            return None
+        said, at = self.page.read(), self.page.read_position()
+        moved = (said.step, said.inside, said.reports, at.operations, at.allowed)
+        if moved != self.moved or self.moved_at is None:
+            self.moved, self.moved_at = moved, now
+        age = now - self.moved_at
+        if age < STILL_SECONDS:
+            return None
+        counts, stopped = self.page.read_counts(), bool(kernel_says(self.pid, STOPPED))
+        return Standstill(age, at.typical, at.allowed, at.waits_for, counts, stopped)
 
     def copies(self) -> CopyFigures:
         return CopyFigures() if self.page is None else self.page.read_copies()

@@ -30,7 +30,8 @@ def rank_report(member: Member, process: NodeProcess, said: RuntimeReport | None
     runtime = msgspec.structs.replace(said, complete=process.complete()) if said is not None else None
     step, inside = process.step(), process.inside()
     copies = process.copies() if runtime is not None and runtime.holds else None
-    return RankReport(rank, member.generation, member.pid, member.state, step, ended, runtime, inside, copies)
+    still = process.standstill(now) if member.code is None else None
+    return RankReport(rank, member.generation, member.pid, member.state, step, ended, runtime, inside, copies, still)
 
 
 def offer(plan: NodePlan | None, kept: SlotsKept | None) -> tuple[Generation, tuple[KeptSlot, ...]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.copies import SlotPeer
-from phoenix_launch.local_messages import SlotsKept
+from phoenix_launch.local_messages import SlotsKept, WorkerDrill
 from phoenix_launch.messages import NodePlan, Published, RuntimeReport
 from phoenix_launch.node.checkpoint_link import CheckpointLink
 from phoenix_launch.node.emergency import EmergencySave
@@ -65,6 +65,14 @@ class RuntimeSupport:
     def ended(self, key: int) -> None:
         """This worker's process has ended."""
         self._links.ended(key)
+
+    def drill(self, key: int, drill: WorkerDrill) -> bool:
+        """Whether this worker, which harms itself, could be told to."""
+        return self._links.drill(key, drill)
+
+    def kill_server(self) -> bool:
+        """A drill. Whether there was a checkpoint server."""
+        return self._checkpoint.kill()
 
     def said(self, key: int) -> RuntimeReport | None:
         """What this worker says of itself; None: it does not know the runtime."""

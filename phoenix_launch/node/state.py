@@ -80,6 +80,9 @@ class NodeState:
         for member in self._to_end(plan):
             kill_at = now if ends_at_once(plan) else now + plan.grace
             member.kill_at = kill_at if member.kill_at is None else min(member.kill_at, kill_at)
+        for member in self.workers():
+            if member.order is not None and (member.order.rank, member.generation) in plan.condemned:
+                member.kill_at = now
         return True
 
     def on_fork_server_up(self, fork_unsafe: str) -> None:

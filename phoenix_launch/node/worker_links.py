@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from phoenix_launch.local_messages import NodeLocal, WorkerPlan, WorkerReport
+from phoenix_launch.local_messages import NodeLocal, WorkerDrill, WorkerPlan, WorkerReport
 from phoenix_launch.messages import RuntimeReport
 from phoenix_launch.node.actions import Member
 from phoenix_launch.node.local_stream import LocalStream
@@ -72,6 +72,14 @@ class WorkerLinks:
             if plan is not None and plan != link.told:
                 link.told = plan
                 link.stream.say(plan)
+
+    def drill(self, key: int, drill: WorkerDrill) -> bool:
+        """Whether this worker could be told; what it makes of it is not known."""
+        link = self._links.get(key)
+        if link is None or link.stream is None or link.said is None:
+            return False
+        link.stream.say(drill)
+        return True
 
     def ended(self, key: int) -> None:
         """This worker's process has ended: take in what it still had to say."""

@@ -15,7 +15,7 @@ from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import Become, BecomeStore, ForkServerReady, Parked, StoreUp
-from phoenix_launch.messages import RankReport, StoreReport
+from phoenix_launch.messages import Drill, RankReport, StoreReport
 from phoenix_launch.node.actions import (
     Action,
     EndTree,
@@ -33,6 +33,7 @@ from phoenix_launch.node.checkpoint_link import CheckpointLink
 from phoenix_launch.node.endings import Endings
 from phoenix_launch.node.fork_link import LOCAL_SECONDS, ForkServer
 from phoenix_launch.node.fresh_process import Started, start
+from phoenix_launch.node.harm import harm
 from phoenix_launch.node.numa import Machine, bind
 from phoenix_launch.node.output import OutputPump, SpareLabel, WorkerLabel
 from phoenix_launch.node.owned_processes import OwnedProcesses
@@ -40,6 +41,7 @@ from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.process import NodeProcess, read_error_file
 from phoenix_launch.node.report import rank_report
 from phoenix_launch.node.runtime_support import RuntimeSupport
+from phoenix_launch.node.stacks import StackCollector, asked
 from phoenix_launch.node.state import NodeState
 from phoenix_launch.node.worker_setup import (
     NodePlace,
@@ -87,18 +89,12 @@ class Workers:
         self._endings = Endings(bootstrap.timeouts.reap, remark)
         self._owned = OwnedProcesses(loop, self._endings, lambda: state.parking, self._ended)
         self._fork = ForkServer(
-            loop,
-            bootstrap.command,
-            bootstrap.timeouts.fork_server,
-            self._owned,
-            self._endings,
-            pump,
-            clock,
-            self._fork_ready,
-            lambda reason: state.on_fork_server_gone(reason, clock.now),
-        )
+            loop, bootstrap.command, bootstrap.timeouts.fork_server, self._owned, self._endings, pump, clock,
+            self._fork_ready, lambda reason: state.on_fork_server_gone(reason, clock.now),
+        )  # fmt: skip
         checkpoint = CheckpointLink(loop, bootstrap, address, runtime, self._owned, self._endings, pump, clock, remark)
         self.support = RuntimeSupport(loop, bootstrap, runtime, state, checkpoint, remark)
+        self.stacks = StackCollector(place.socket_path)
         self._groups = ControlGroup()
         self._oom = OomWatch(self._groups.oom_kills())
 
@@ -331,7 +327,7 @@ class Workers:
         return min((p.deadline for p in self._owned if p.deadline is not None), default=None)
 
     def advance(self) -> None:
-        """What needs no event: exits of strangers, trees that are being ended, output that is still read, deadlines."""
+        """What needs no event: exits of strangers, trees that end, output that is still read, deadlines."""
         self._owned.collect()
         now = self._clock.now
         if self._endings.pending:
@@ -377,11 +373,15 @@ class Workers:
             process.tail = self._pump.tail(process.key) or process.tail
 
     def rank_reports(self) -> tuple[RankReport, ...]:
-        now = self._clock.now
-        return tuple(
-            rank_report(member, self._owned[member.key], self.support.said(member.key), now)
-            for member in self._state.workers()
-        )
+        now, said = self._clock.now, self.support.said
+        return tuple(rank_report(m, self._owned[m.key], said(m.key), now) for m in self._state.workers())
+
+    def save_stacks(self) -> None:
+        able = asked(self._state.workers(), self._owned, self.support.said)
+        self.stacks.begin(able, self._clock.now)
+
+    def harm(self, drill: Drill) -> bool:
+        return harm(drill, self._state, self._owned, self.support)
 
     def kill(self, rank: int | None = None) -> None:
         """SIGKILL to one worker, or to all, and to nothing of their trees."""

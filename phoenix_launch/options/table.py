@@ -127,6 +127,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
            "How long workers may take to end after a signal, before they are killed.",
            also_environment="TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     Option("heartbeat-timeout", _F, _OWN, v.SECONDS, "A node that was silent for this long is lost."),
+    Option("hang-timeout", _F, _OWN, v.SECONDS, "When no rank moved for this long, nor for ten steps, one hangs."),
     Option("spare-timeout", _F, _OWN, v.SECONDS_FROM_0, "How long to wait for a host when no spare is left."),
     Option("orphan-timeout", _F, _OWN, v.SECONDS, "Nodes end when their supervisor was gone for this long."),
     Option("join-timeout", _F, _OWN, v.SECONDS, "How long to wait for the hosts of --nnodes."),

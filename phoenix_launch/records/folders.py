@@ -130,6 +130,16 @@ class JobFolder:
         return self.path / "logs"
 
     @property
+    def stacks_path(self) -> Path:
+        """Where the threads of each worker were when the job hung."""
+        return self.path / "stacks"
+
+    def write_stacks(self, name: str, text: str) -> None:
+        """Raises OSError."""
+        self.stacks_path.mkdir(exist_ok=True, mode=0o700)
+        (self.stacks_path / name).write_text(text, encoding="utf-8")
+
+    @property
     def _keys(self) -> Path:
         return self.path / "keys"
 

@@ -19,7 +19,7 @@ from phoenix_launch.job.events import Action
 from phoenix_launch.job.last_words import born, files_about, summary
 from phoenix_launch.job.redundancy import Redundancy, redundancy
 from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, Rung, State
-from phoenix_launch.messages import NodeReport, ProcessState, Published, RankReport
+from phoenix_launch.messages import NodeReport, ProcessState, Published, RankReport, StackTrace
 from phoenix_launch.records.folders import JobFolder, settings_document
 from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
@@ -147,11 +147,25 @@ class Chronicle:
         self.console.say(f"phoenix-run: drill: {kind} {target}")
         self.journal.write("drill", state.generation, kind=kind, target=target)
 
+    def stacks(self, node: str, trace: StackTrace) -> None:
+        """Where a worker's threads are: for whoever wants to know why it hangs."""
+        try:
+            self.folder.write_stacks(
+                f"rank{trace.rank}-{trace.generation}.txt", f"{time.ctime()}, {node}\n{trace.text}"
+            )
+        except OSError as error:
+            self.console.say(f"phoenix-run: the stacks of rank {trace.rank} cannot be kept: {error}")
+
     def act(self, action: Action, state: State) -> None:
         now = time.monotonic()
         match action:
             case job_events.FaultFound():
                 self._fault(action, state, now)
+            case job_events.StacksWanted(age):
+                self.console.say(
+                    f"phoenix-run: no rank has moved for {age:.0f} s: stacks of all go to {self.folder.stacks_path}"
+                )
+                return
             case job_events.GenerationBegun(generation, moved):
                 if generation.n > state.first:
                     self._begun(generation, moved, state, now)
@@ -181,10 +195,12 @@ class Chronicle:
         self.console.say(f"phoenix-run: {self.repairs.announcement(generation, moves)}")
 
     def _fault(self, fault: job_events.FaultFound, state: State, now: float) -> None:
-        name = state.members[fault.node].name
+        name = state.members[fault.node].name if fault.node in state.members else ""
         self.repairs.fault(fault, now)
         ranks = ranks_named(fault.ranks)
-        if fault.kind == "worker":
+        if not name:
+            text = fault.detail
+        elif fault.kind in ("worker", "hang"):
             text = f"{ranks} on {name} {fault.detail}"
         else:
             text = f"{name} is lost ({fault.detail}), {ranks} with it"

@@ -6,6 +6,7 @@ Threads: this loop; the console (`console.py`); the bus's authenticator (`bus/su
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 from collections.abc import Callable
@@ -42,6 +43,8 @@ from phoenix_launch.messages import (
     ProbeReport,
     Remark,
     ReportAck,
+    SaveStacks,
+    StackTrace,
 )
 from phoenix_launch.settings import timeout
 from phoenix_launch.status import encode_status
@@ -183,6 +186,9 @@ class Supervisor:
                 self.bus.send(incarnation, ReportAck(0), self.state.generation)
             case ProbeReport(peers=peers):
                 self.muster.probed(incarnation, peers)
+            case StackTrace():
+                self.chronicle.stacks(recruit.spec.name, body)
+                self._apply(job_events.StacksTaken(index, body.rank, body.generation, body.where, body.last))
             case Remark(node=node, text=text):
                 self.console.say(f"phoenix-run: {node}: {text}")
             case NodeReport():
@@ -240,9 +246,10 @@ class Supervisor:
             progress = words.progress(self.state, self.muster, self._prepared, now, joins=self.guests.expected)
             if progress is not None and (line := self._words.due(progress, now)):
                 self.console.say(f"phoenix-run: {line}")
-            for plan in [p for p in self.drills if self._drills_from and now >= self._drills_from + p.after]:
+            since = now - self._drills_from if self._drills_from else -1.0
+            for plan in [p for p in self.drills if drills.is_due(p, self.state, since)]:
                 self.drills.remove(plan)
-                answer = self._inject(FaultRequest(plan.kind, plan.rank, plan.node))
+                answer = self._inject(plan.request)
                 if not answer.ok:
                     self.console.say(f"phoenix-run: drill: {answer.text}")
         self._apply(job_events.Ticked())
@@ -283,6 +290,10 @@ class Supervisor:
             case job_events.Relaunch(index):
                 if index not in self._powered_off:
                     self.muster.relaunch(index, self.clock.now)
+            case job_events.StacksWanted():
+                for member in self.state.members.values():
+                    if member.alive:
+                        self.bus.send(member.incarnation, SaveStacks(), self.state.generation)
             case job_events.GenerationRuns():
                 self._drills_from = self._drills_from or self.clock.now
             case job_events.Finished(outcome):
@@ -317,7 +328,7 @@ class Supervisor:
         if not (self.drills_allowed or request.dry_run):
             return Answer(False, "this job was not started with --allow-drills (only --dry-run is possible)")
         try:
-            target = drills.find_target(self.state, request.kind, request.rank, request.node)
+            target = drills.find_target(self.state, request.kind, request.rank, request.node, request.value)
         except PhoenixError as error:
             return Answer(False, error.message)
         text = f"{request.kind.value} {target.text}"
@@ -326,8 +337,11 @@ class Supervisor:
         if request.kind is DrillKind.KILL_NODE:
             self._powered_off.add(target.node)  # a host that lost power does not come back by itself
         self.chronicle.drill(request.kind.value, target.text, self.state)
+        if request.kind is DrillKind.KILL_SUPERVISOR:
+            os.kill(os.getpid(), signal.SIGKILL)
         incarnation = self.state.members[target.node].incarnation
-        self.bus.send(incarnation, Drill(request.kind, target.rank), self.state.generation)
+        drill = Drill(request.kind, target.rank, request.value, request.duration)
+        self.bus.send(incarnation, drill, self.state.generation)
         return Answer(True, text)
 
     def _refuse(self, last: JobEnded, signals: SignalPipe) -> None:

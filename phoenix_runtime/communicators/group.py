@@ -155,8 +155,9 @@ class PhoenixGroup(ProcessGroup):
         if not gate.closed:
             epoch = gate.epoch
             try:
+                position = gate.positions.begun(operation, self.identity.name, self.identity.rank, arguments)
                 work = self._kind(operation, outputs)(
-                    gate, getattr(self._inner, operation)(*arguments), outputs, fill, self._next
+                    gate, getattr(self._inner, operation)(*arguments), outputs, fill, self._next, position
                 )
             except (TypeError, ValueError):  # wrong arguments are the script's own error
                 raise

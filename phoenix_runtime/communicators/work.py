@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from phoenix_runtime.communicators.gate import Gate
+from phoenix_runtime.communicators.positions import NOWHERE
 from phoenix_runtime.communicators.waiters import ELSEWHERE
 
 _NO_TIMEOUT: Final = timedelta(0)  # c10d's kNoTimeout: as long as the group's own timeout says
@@ -82,10 +83,20 @@ class SwappableWork(_Handle):
     Args:
         inner: the communicator's own handle.
         fill: leaves plausible values in the outputs when the operation fails.
+        position: which operation this is among all ranks' (`Positions.begun`).
     """
 
-    def __init__(self, gate: Gate, inner: Work, outputs: Any, fill: Callable[[], None], source: int) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        inner: Work,
+        outputs: Any,
+        fill: Callable[[], None],
+        source: int,
+        position: tuple[int, int] = NOWHERE,
+    ) -> None:
         super().__init__(outputs, source)
+        self._position = position
         self._gate, self._epoch, self._inner, self._fill = gate, gate.epoch, inner, fill
         self._over = self._given_up = False
         self._open: list[Future[Any]] = []  # futures that were handed out; whoever removes one sets it
@@ -94,6 +105,7 @@ class SwappableWork(_Handle):
         if self._over:
             return True
         token = self._gate.enter(self)
+        noted = self._gate.positions.waiting(self._position)
         failure: Exception | None = None
         try:
             self._over = self._wait(timeout)
@@ -105,6 +117,8 @@ class SwappableWork(_Handle):
                 self._gate.failed(error, self._epoch)
                 self._fill()
         finally:
+            if noted:
+                self._gate.positions.over()
             self._gate.leave(token)
         try:
             if failure is not None:  # outside of a step this may never return, and must not count as being inside then

@@ -1,0 +1,70 @@
+"""Drills that only a worker itself can do: it hangs, is slow, raises or exits in its next step, on the script's own thread."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import time
+from collections import deque
+from typing import Final
+
+from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.local_messages import WorkerDrill
+from phoenix_runtime.errors import DrillError
+
+_NEVER: Final = threading.Event()
+_HOUR: Final = 3600
+
+
+class Drills:
+    """Of this process. Ordered by the thread that hears the agent, done by the main thread."""
+
+    def __init__(self) -> None:
+        self._ordered: deque[WorkerDrill] = deque()
+        self._factor, self._slow_until = 1.0, 0.0
+        self._began = 0.0
+
+    def order(self, drill: WorkerDrill) -> None:
+        self._ordered.append(drill)
+
+    def step_begins(self) -> None:
+        """Costs two comparisons when nothing was ordered."""
+        while self._ordered:
+            self._do(self._ordered.popleft())
+        if self._slow_until:
+            self._began = time.monotonic()
+
+    def step_ends(self) -> None:
+        if self._slow_until:
+            now = time.monotonic()
+            _NEVER.wait((self._factor - 1.0) * (now - self._began))
+            self._slow_until = self._slow_until if now < self._slow_until else 0.0
+
+    def _do(self, drill: WorkerDrill) -> None:
+        match drill.kind:
+            case DrillKind.HANG:
+                _NEVER.wait(drill.duration or None)
+            case DrillKind.HANG_GIL:
+                _hold_the_lock(drill.duration or math.inf)
+            case DrillKind.SLOW:
+                self._factor = max(1.0, drill.value)
+                self._slow_until = time.monotonic() + drill.duration if drill.duration else math.inf
+            case DrillKind.RAISE:
+                raise DrillError("this is a drill")
+            case DrillKind.EXIT:
+                sys.exit(int(drill.value))
+            case _:
+                return
+
+
+def _hold_the_lock(seconds: float) -> None:
+    """In C, without giving python's lock back; a signal may wake it, but does not end it."""
+    libc = ctypes.PyDLL(None)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        libc.usleep(int(min(left, 0.5) * 1e6)) if left < _HOUR else libc.sleep(_HOUR)
+
+
+DRILLS: Final = Drills()
