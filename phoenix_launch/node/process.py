@@ -62,6 +62,7 @@ class NodeProcess:
     page: ProgressPage | None = None
     page_fd: int = -1
     last: Progress = field(default_factory=Progress)  # what its page said when that was closed
+    last_copies: CopyFigures = field(default_factory=CopyFigures)
     marker: bytes = b""
     error_file: Path | None = None
     error: str = ""
@@ -115,7 +116,7 @@ class NodeProcess:
         return Standstill(age, at.typical, at.allowed, at.waits_for, counts, stopped)
 
     def copies(self) -> CopyFigures:
-        return CopyFigures() if self.page is None else self.page.read_copies()
+        return self.last_copies if self.page is None else self.page.read_copies()
 
     def _progress(self) -> Progress:
         return self.last if self.page is None else self.page.read()
@@ -147,7 +148,7 @@ class NodeProcess:
             os.close(descriptor)
         self.output = ()
         if self.page is not None:
-            self.last = self.page.read()
+            self.last, self.last_copies = self.page.read(), self.page.read_copies()
             self.page.close()
             os.close(self.page_fd)
             self.page = None
