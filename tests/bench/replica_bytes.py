@@ -1,7 +1,7 @@
 """How many bytes a step sends to other nodes for its copies in memory, by kind of parallelism.
 
 2 nodes of 2 ranks. Counted by the workers for each copy that another node's server has confirmed as sealed: headers and tables
-within a slot are in it, frames of the protocol are not. Two runs of different length: what the first steps alone send drops out.
+in a slot are in it, frames of the protocol are not. Two runs of different length: what the first steps alone send drops out.
 DDP and HSDP send each rank's private bundle alone (counters, generators, positions in the data, what its start has received).
 Models are those of tests/runtime/small_models.py: what matters is which tensors are sent at all.
 """
