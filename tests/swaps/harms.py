@@ -147,8 +147,15 @@ def _asleep() -> Path:
     return Path(os.environ["PHOENIX_HOME"]) / "stopped"
 
 
+def _lose_both_nodes() -> None:
+    others = [event["pid"] for event in _events("worker_started") if event["node"] != os.environ["PHOENIX_NODE"]]
+    lose_node(psutil.Process(others[-1]).parent())
+    lose_node()
+
+
 HARMS: Final[dict[str, Callable[[], None]]] = {
     "node": lose_node,
+    "both nodes": _lose_both_nodes,
     "spare node": lambda: lose_node(_parked(f"node{SPARE_NODE}")[0].parent()),
     "spare": lambda: _kill(_parked(os.environ["PHOENIX_NODE"])[:1]),
     "spare elsewhere": lambda: _kill(_parked(f"node{SPARE_NODE}")[:1]),

@@ -123,7 +123,7 @@ def test_a_spare_node_may_die_while_it_waits_and_then_a_node(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_node_and_its_partner_lost_together_leave_the_scripts_own_checkpoint(tmp_path: Path) -> None:
-    found = repaired(tmp_path, "--spares", 2, faults=["node,0,3", "node,2,3"])
+    found = repaired(tmp_path, "--spares", 2, faults=["both nodes,0,3"])
     assert found.rungs == [FROM_SCRIPT]
 
 
