@@ -29,6 +29,10 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("redundancy", {"state": "degraded", "why": "1 failure domain for 1 replica"}),
     ("checkpoint", {"step": 100, "path": "/x"}),
     ("drill", {"kind": "kill-node", "target": "node1"}),
+    (
+        "drill_ended",
+        {"kind": "kill-node", "target": "node1", "detection": 0.1, "recovery": 1.2, "redundancy": 0.5, "lost_steps": 0},
+    ),
     ("job_finished", {"exit_code": 0, "steps": None, "goodput": None}),
 ]
 

@@ -99,6 +99,18 @@ class Drill(Event, frozen=True, kw_only=True):
     target: str
 
 
+class DrillEnded(Event, frozen=True, kw_only=True):
+    """Seconds, None where it did not come to that: until its fault was found, from there until all ranks ran again, from there
+    until the job was fully redundant again."""
+
+    kind: str
+    target: str
+    detection: float | None = None
+    recovery: float | None = None
+    redundancy: float | None = None
+    lost_steps: int | None = None
+
+
 class JobFinished(Event, frozen=True, kw_only=True):
     exit_code: int
     steps: int | None
@@ -106,7 +118,7 @@ class JobFinished(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    JobStarted | WorkerStarted | SpareParked | Step | Fault | Swap | Redundancy | Checkpoint | Drill | JobFinished
+    JobStarted | WorkerStarted | SpareParked | Step | Fault | Swap | Redundancy | Checkpoint | Drill | DrillEnded | JobFinished
 )  # fmt: skip
 
 _KINDS: Final[dict[str, type[Event]]] = {_snake(kind.__name__): kind for kind in Event.__subclasses__()}

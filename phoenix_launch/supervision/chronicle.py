@@ -15,6 +15,7 @@ from phoenix_launch.bus.supervisor import BusCounters
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import events as job_events
+from phoenix_launch.job.drills import Target
 from phoenix_launch.job.events import Action
 from phoenix_launch.job.last_words import born, files_about, summary
 from phoenix_launch.job.redundancy import Redundancy, redundancy
@@ -25,6 +26,7 @@ from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import CheckpointStatus, CopyStatus, JobState, JobStatus, Move, NodeStatus, RankStatus
 from phoenix_launch.supervision.console import Console
+from phoenix_launch.supervision.drill_record import Drilled, DrillRecord
 from phoenix_launch.supervision.repairs import SCRIPT, Repairs
 from phoenix_launch.wire import Generation
 from phoenix_launch.wording import counted, ranks_named
@@ -43,6 +45,7 @@ class Chronicle:
     reports: dict[int, NodeReport] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     repairs: Repairs = field(default_factory=Repairs)
+    drills: DrillRecord = field(default_factory=DrillRecord)
     counters: BusCounters = field(default_factory=BusCounters)  # the bus counts, status tells
     outputs: dict[int, OutputSettings] = field(default_factory=dict)  # where the output of each node's workers goes
     _seen_workers: set[tuple[int, Generation]] = field(default_factory=set)
@@ -89,6 +92,7 @@ class Chronicle:
         )  # fmt: skip
 
     def finished(self, state: State, outcome: Outcome) -> None:
+        self._drilled(self.drills.ended(), state)
         self.journal.write("job_finished", state.generation, exit_code=outcome.exit_code, steps=None, goodput=None)
         self._save(self.status(state))
         cause = outcome.cause
@@ -139,13 +143,23 @@ class Chronicle:
     def _redundancy(self, state: State) -> None:
         """Its changes are worth a line in the journal; that it is lost for a while in a swap is said there."""
         found = redundancy(state)
+        self._drilled(self.drills.redundant(found, time.monotonic()), state)
         if found != self._told and found.word:
             self._told = found
             self.journal.write("redundancy", state.generation, state=found.word, why=found.why)
 
-    def drill(self, kind: str, target: str, state: State) -> None:
-        self.console.say(f"phoenix-run: drill: {kind} {target}")
-        self.journal.write("drill", state.generation, kind=kind, target=target)
+    def drill(self, kind: str, target: Target, state: State) -> None:
+        self.console.say(f"phoenix-run: drill: {kind} {target.text}")
+        self.journal.write("drill", state.generation, kind=kind, target=target.text)
+        self.drills.began(Drilled(kind, target.text, target.node, target.rank, time.monotonic()))
+
+    def _drilled(self, ended: list[Drilled], state: State) -> None:
+        for drilled in ended:
+            self.console.say(f"phoenix-run: drill: {drilled.told()}")
+            self.journal.write(
+                "drill_ended", state.generation, kind=drilled.kind, target=drilled.text, detection=drilled.detection,
+                recovery=drilled.recovery, redundancy=drilled.redundancy, lost_steps=drilled.lost_steps,
+            )  # fmt: skip
 
     def stacks(self, node: str, trace: StackTrace) -> None:
         """Where a worker's threads are: for whoever wants to know why it hangs."""
@@ -197,6 +211,7 @@ class Chronicle:
     def _fault(self, fault: job_events.FaultFound, state: State, now: float) -> None:
         name = state.members[fault.node].name if fault.node in state.members else ""
         self.repairs.fault(fault, now)
+        self.drills.fault(fault.node, () if fault.kind == "node" else fault.ranks, now)
         ranks = ranks_named(fault.ranks)
         if not name:
             text = fault.detail
@@ -214,6 +229,7 @@ class Chronicle:
         if line := self.repairs.ran(state, time.monotonic()):
             self.console.say(f"phoenix-run: {line}")
         last = self.repairs.last
+        self.drills.ran(time.monotonic(), last.lost_steps if last is not before and last is not None else None)
         if last is None or last is before:
             return
         self.journal.write(

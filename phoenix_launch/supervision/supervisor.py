@@ -336,7 +336,7 @@ class Supervisor:
             return Answer(True, f"would {text}")
         if request.kind is DrillKind.KILL_NODE:
             self._powered_off.add(target.node)  # a host that lost power does not come back by itself
-        self.chronicle.drill(request.kind.value, target.text, self.state)
+        self.chronicle.drill(request.kind.value, target, self.state)
         if request.kind is DrillKind.KILL_SUPERVISOR:
             os.kill(os.getpid(), signal.SIGKILL)
         incarnation = self.state.members[target.node].incarnation

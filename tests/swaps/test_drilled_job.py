@@ -35,4 +35,11 @@ def test_every_drill_is_found_and_none_leaves_a_trace(tmp_path: Path) -> None:
     faults = [(fault["kind"], fault["ranks"]) for fault in done.events("fault")]
     assert faults == [("worker", [0]), ("worker", [1]), ("hang", [3]), ("hang", [2]), ("node", [2, 3])], done.err
     assert found.rungs == [1] * 5
+    ended = {event["kind"]: event for event in done.events("drill_ended")}
+    assert set(ended) == {drill.split()[0] for drill in DRILLS}
+    for kind in ("raise", "exit", "hang-gil"):
+        assert ended[kind]["lost_steps"] in (0, 1), ended[kind]
+        assert ended[kind]["recovery"] < 10 and ended[kind]["redundancy"] < 10, ended[kind]
+    assert ended["hang-gil"]["detection"] > 3 > ended["exit"]["detection"]
+    assert ended["slow"]["detection"] is None
     assert "DrillError: this is a drill" in done.err

@@ -1,0 +1,93 @@
+"""What became of each drill: when its fault was found, when all ranks ran again, when the job was as safe as before. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from phoenix_launch.job.redundancy import FULL, Redundancy
+
+
+HARMLESS: Final = frozenset({"slow", "kill-server", "fail-spare"})  # to training: no fault follows
+
+
+@dataclass(slots=True)
+class Drilled:
+    """One drill. `rank` is -1 when it was about the node. Moments by the supervisor's clock; None: not yet."""
+
+    kind: str
+    text: str
+    node: int
+    rank: int
+    at: float
+    found: float | None = None
+    ran: float | None = None
+    safe: float | None = None
+    lost_steps: int | None = None
+
+    @property
+    def detection(self) -> float | None:
+        return None if self.found is None else self.found - self.at
+
+    @property
+    def recovery(self) -> float | None:
+        return None if self.found is None or self.ran is None else self.ran - self.found
+
+    @property
+    def redundancy(self) -> float | None:
+        return None if self.ran is None or self.safe is None else self.safe - self.ran
+
+    def told(self) -> str:
+        """For the screen."""
+        if self.detection is None or self.recovery is None:
+            return f"{self.kind} {self.text}: no fault was found"
+        steps = "" if self.lost_steps is None else f", {self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
+        after = (
+            "not fully redundant since" if self.redundancy is None else f"fully redundant {self.redundancy:.2f} s later"
+        )
+        return (
+            f"{self.kind} {self.text}: found after {self.detection:.2f} s, all ran again {self.recovery:.2f} s "
+            f"later{steps}, {after}"
+        )
+
+
+@dataclass(slots=True)
+class DrillRecord:
+    """Those that are not over. Each method returns what has just ended, if anything can."""
+
+    _open: list[Drilled] = field(default_factory=list)
+
+    def began(self, drilled: Drilled) -> None:
+        self._open.append(drilled)
+
+    def fault(self, node: int, ranks: Iterable[int], now: float) -> None:
+        """A fault of these ranks, or, without any, of the node: the work of the earliest drill that hit there and was not found
+        yet, if there is one."""
+        hit = set(ranks)
+        for drilled in self._open:
+            here = drilled.rank in hit if hit else drilled.rank < 0 and drilled.node == node
+            if here and drilled.found is None and drilled.kind not in HARMLESS:
+                drilled.found = now
+                return
+
+    def ran(self, now: float, lost_steps: int | None) -> None:
+        """All ranks run again."""
+        for drilled in self._open:
+            if drilled.found is not None and drilled.ran is None:
+                drilled.ran, drilled.lost_steps = now, lost_steps
+
+    def redundant(self, redundancy: Redundancy, now: float) -> list[Drilled]:
+        """Those that are over now: the job is as safe as it can be."""
+        if redundancy.word != FULL:
+            return []
+        done = [drilled for drilled in self._open if drilled.ran is not None]
+        for drilled in done:
+            drilled.safe = now
+            self._open.remove(drilled)
+        return done
+
+    def ended(self) -> list[Drilled]:
+        """The job is over."""
+        done, self._open = self._open, []
+        return done
