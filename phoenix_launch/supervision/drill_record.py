@@ -8,7 +8,6 @@ from typing import Final
 
 from phoenix_launch.job.redundancy import FULL, Redundancy
 
-
 HARMLESS: Final = frozenset({"slow", "kill-server", "fail-spare"})  # to training: no fault follows
 
 
