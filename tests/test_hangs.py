@@ -86,10 +86,11 @@ class Still(Swaps):
     def __init__(self, **options: int) -> None:
         super().__init__(RULES, **options)
 
-    def stand(self, *each: Standstill | None, inside: int = 6, **said: object) -> None:
+    def stand(self, *each: Standstill | None, inside: int = 6, insides: tuple[int, ...] = (), **said: object) -> None:
         by_node: dict[int, list[RankReport]] = {}
         for place, what in zip(self.state.places, each, strict=True):
-            report = self.rank(place.rank, inside=inside, **said)  # type: ignore[arg-type]
+            within = insides[place.rank] if insides else inside
+            report = self.rank(place.rank, inside=within, **said)  # type: ignore[arg-type]
             fields = {name: getattr(report, name) for name in RankReport.__struct_fields__}
             by_node.setdefault(place.node, []).append(RankReport(**{**fields, "still": what}))
         for node, ranks in by_node.items():
@@ -121,12 +122,21 @@ WAITS = still({WORLD: 8}, (WORLD, 8))
         (still({WORLD: 7}, age=99, allowed=90.0), still({WORLD: 8}, age=99), -1, True),
         (HUNG, WAITS, -1, False),  # between two steps a script may do anything
         (still({WORLD: 7}, age=301), still({WORLD: 8}, age=301), -1, True),
+        (WAITS, WAITS, 6, True),
+        (WAITS, WAITS, -1, False),
     ],
 )
 def test_how_long_nobody_may_move(first: Standstill, second: Standstill, inside: int, hung: bool) -> None:
     job = Still()
     job.stand(first, second, inside=inside)
     assert bool(job.of(job_events.StacksWanted)) is hung
+
+
+def test_who_is_between_two_steps_may_take_longer_though_the_others_wait_in_one() -> None:
+    for age, hung in ((40.0, False), (301.0, True)):
+        job = Still()
+        job.stand(still({WORLD: 7}, age=age), still({WORLD: 8}, (WORLD, 8), age=age), insides=(-1, 6))
+        assert bool(job.of(job_events.StacksWanted)) is hung
 
 
 def test_ranks_whose_scripts_are_over_do_not_hang() -> None:

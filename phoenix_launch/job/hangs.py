@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from phoenix_launch.job.state import Holder, State
 from phoenix_launch.messages import Standstill
 from phoenix_launch.wording import counted, ranks_named
 
-STEPS: float = 10.0  # usual steps without any move
-BETWEEN: float = (
-    10.0  # as long as everybody is between two steps, where a script may do anything: so many times as long
-)
+STEPS: Final = 10.0  # usual steps without any move
+BETWEEN: Final = 10.0  # for who is between two steps, where a script may do anything: so many times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,8 @@ class Hang:
 def hang(state: State) -> Hang | None:
     """None as long as somebody moves, or what they do may take that long."""
     rules = state.rules
-    holders = [state.holders.get(place.rank) for place in state.places]
     still: dict[int, Standstill] = {}
-    for holder in holders:
+    for holder in (state.holders.get(place.rank) for place in state.places):
         if holder is None or not _takes_part(holder):
             return None
         if holder.rank in state.ended or holder.still is None:
@@ -42,10 +40,14 @@ def hang(state: State) -> Hang | None:
         still[holder.rank] = holder.still
     if not still:
         return None
-    age = min(each.age for each in still.values())
-    if age < limit(rules.hang_timeout, rules.first_step_timeout, still, [h for h in holders if h is not None]):
+    age, usual = min(each.age for each in still.values()), limit(rules.hang_timeout, rules.first_step_timeout, still)
+    if age < usual:
         return None
-    return _named(state, still, age)
+    found = _named(state, still, age)
+    inside = [state.holders[rank].inside >= 0 for rank in found.culprits or still]
+    promised = any(each.allowed for each in still.values())  # then the script has said how long it takes
+    between = not promised and not (all(inside) if found.culprits else any(inside))
+    return None if between and age < BETWEEN * usual else found
 
 
 def _takes_part(holder: Holder) -> bool:
@@ -53,16 +55,15 @@ def _takes_part(holder: Holder) -> bool:
     return runtime is not None and bool(runtime.holds) and not runtime.leaving and not runtime.outside
 
 
-def limit(least: float, first: float, still: Mapping[int, Standstill], holders: list[Holder]) -> float:
-    """How long nobody may move."""
+def limit(least: float, first: float, still: Mapping[int, Standstill]) -> float:
+    """How long nobody may move, as long as whoever holds up the others is in a step."""
     typical = max(each.typical for each in still.values())
     allowed = max(each.allowed for each in still.values())
     if allowed:
         return allowed
     if any(each.typical == 0.0 for each in still.values()):  # a replacement may compile what the others have compiled
         return first
-    usual = max(least, STEPS * typical)
-    return usual if any(holder.inside >= 0 for holder in holders) else BETWEEN * usual
+    return max(least, STEPS * typical)
 
 
 def waits_for(still: Mapping[int, Standstill]) -> dict[int, frozenset[int]]:

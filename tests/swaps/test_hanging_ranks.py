@@ -13,7 +13,6 @@ SCRIPT = Path(__file__).parent / "hang_script.py"
 STEPS = 20
 HANGS = {
     "hang in step,1,4": "in step",
-    "hang between,2,7": "in between",
     "hang with the lock,0,10": "hang_script.py",
     "hang stopped,3,13": "it is stopped (as by SIGSTOP)",
 }
@@ -23,7 +22,7 @@ def test_who_hangs_is_named_and_replaced(tmp_path: Path) -> None:
     found = job("Hanging", STEPS, tmp_path, "--hang-timeout", 3, faults=list(HANGS), script=SCRIPT)
     assert found.digests == calm("Hanging", STEPS, script=SCRIPT)
     faults = found.done.events("fault")
-    assert [(fault["kind"], fault["ranks"]) for fault in faults] == [("hang", [rank]) for rank in (1, 2, 0, 3)]
+    assert [(fault["kind"], fault["ranks"]) for fault in faults] == [("hang", [rank]) for rank in (1, 0, 3)]
     for fault, place in zip(faults, HANGS.values(), strict=True):
         others = [rank for rank in range(4) if rank not in fault["ranks"]]
         assert "hangs for 3 s: ranks " in fault["detail"], fault
@@ -32,3 +31,11 @@ def test_who_hangs_is_named_and_replaced(tmp_path: Path) -> None:
     assert found.rungs == [1] * len(HANGS)
     for rank in range(4):
         assert list((found.done.job / "stacks").glob(f"rank{rank}-*.txt")), rank
+
+
+@pytest.mark.slow
+def test_one_that_hangs_between_two_steps_and_one_in_a_collective_of_its_own_are_found_too(tmp_path: Path) -> None:
+    faults = ["hang between,2,4", "hang in a collective,1,8"]
+    found = job("Hanging", STEPS, tmp_path, "--hang-timeout", 3, faults=faults, script=SCRIPT)
+    assert found.digests == calm("Hanging", STEPS, script=SCRIPT)
+    assert [fault["ranks"] for fault in found.done.events("fault")] == [[2], [1]]
