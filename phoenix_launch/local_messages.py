@@ -190,13 +190,16 @@ class CopySealed(Message, frozen=True):
 
 
 class ReadSlot(Message, frozen=True):
-    """Let me read this copy: what this node keeps, else what `node` keeps (-1: nobody else is asked)."""
+    """Let me read this copy: what this node keeps (SlotToRead), else what `node` keeps (-1: nobody else is asked), which
+    comes as a stream (SlotStream). `keep`: other workers of this node want it, too: it is to be kept here, and read from there.
+    """
 
     generation: Generation
     bundle: str
     stamp: Stamp
     complete: int
     node: int = -1
+    keep: bool = False
 
 
 class SlotDamaged(Message, frozen=True):
@@ -211,6 +214,29 @@ class SlotToRead(Message, frozen=True):
 
     bundle: str
     stamp: Stamp
+
+
+class SlotStream(Message, frozen=True):
+    """The copy comes from another node through the pipe that comes along: its table and extras as in a slot, then the data.
+    SlotStreamed follows, or SlotRefused. `layout`, `data_sum`: of its label; `table`, `extras`, `data`: their bytes."""
+
+    bundle: str
+    stamp: Stamp
+    layout: str
+    data_sum: str
+    table: int
+    extras: int
+    data: int
+
+
+class SlotStreamed(Message, frozen=True):
+    """All is through, and table and extras are what the other node sent. `head`: digest of these; `data_crc`: what the data
+    must have, if the label has no sum of it."""
+
+    bundle: str
+    stamp: Stamp
+    head: bytes
+    data_crc: int
 
 
 # --- worker <-> agent ------------------------------------------------------------------------------------------------
@@ -249,7 +275,7 @@ class WorkerDrill(Message, frozen=True):
     duration: float = 0.0
 
 
-FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead
+FromCheckpoint = SlotToFill | SlotHeld | SlotRefused | CopySealed | SlotToRead | SlotStream | SlotStreamed
 CheckpointLocal = (
     CheckpointSettings
     | CheckpointUp

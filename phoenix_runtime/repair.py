@@ -14,7 +14,6 @@ from functools import partial
 from itertools import chain
 from typing import Final, NoReturn
 
-from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.copies import SourceKind, Stamp
 from phoenix_launch.local_messages import WorkerPlan
@@ -41,6 +40,7 @@ from phoenix_runtime.resuming import (
     can_connect,
     can_copy,
     can_restore,
+    neighbours,
     open_slots,
     other_nodes,
     packed,
@@ -337,21 +337,16 @@ class Swaps:
         if all(source.kind is SourceKind.ITSELF for source in plan.sources):
             return
         self._stamp = self._captured = None
-        private = self._from_slots(plan, lambda slots: restore.restore(
-            state, plan.sources, stamp, slots, rank=self._rank, world=self._world, nodes=other_nodes(plan)
-        ))  # fmt: skip
+        with contextlib.closing(open_slots(plan)) as slots:
+            private = restore.restore(
+                state, plan.sources, stamp, slots, rank=self._rank, world=self._world, nodes=other_nodes(plan),
+                beside=neighbours(plan, self._rank),
+            )  # fmt: skip
         if private is None:
             raise RuntimeError(f"the plan names no copy of the private bundle of rank {self._rank}")
         self._stamp, self._captured = stamp, private.captured
         self._results.take(private.more)
         self._startup = private.startup
-
-    def _from_slots(self, plan: WorkerPlan, load: Callable[[SlotsLink], Private | None]) -> Private | None:
-        slots = open_slots(plan)
-        try:
-            return load(slots)
-        finally:
-            slots.close()
 
     def _resume(self, plan: WorkerPlan, version: int) -> None:
         assert plan.ground is not None

@@ -63,3 +63,9 @@ def other_nodes(plan: WorkerPlan) -> tuple[int, ...]:
     """Nodes other than one's own that may keep copies."""
     servers = plan.ground.servers if plan.ground is not None else ()
     return tuple(server.node for server in servers if server.node != plan.node)
+
+
+def neighbours(plan: WorkerPlan, rank: int) -> tuple[int, ...]:
+    """The other ranks of one's own node."""
+    places = plan.ground.places if plan.ground is not None else {}
+    return tuple(other for other, node in places.items() if node == plan.node and other != rank)

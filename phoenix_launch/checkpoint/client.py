@@ -7,11 +7,12 @@ import os
 import socket
 import time
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypeAlias
 
 from phoenix_launch import channel
 from phoenix_launch.checkpoint.pairs import NoRoomError, SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader, SlotWriter
+from phoenix_launch.checkpoint.streams import StreamReader
 from phoenix_launch.copies import Stamp
 from phoenix_launch.errors import ProtocolError
 from phoenix_launch.local_messages import (
@@ -24,6 +25,8 @@ from phoenix_launch.local_messages import (
     SlotHeld,
     SlotRefused,
     SlotSealed,
+    SlotStream,
+    SlotStreamed,
     SlotToFill,
     SlotToRead,
 )
@@ -32,6 +35,7 @@ from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import Generation
 
 REQUEST_SECONDS: Final = timeout("slot_request")
+_Answer: TypeAlias = SlotToFill | SlotHeld | SlotToRead | SlotStream | SlotStreamed
 
 
 class SlotsLink:
@@ -89,10 +93,13 @@ class SlotsLink:
         results = {key[2]: self._copies.pop(key) for key in wanted}
         return {node: error for node, error in results.items() if error is not None}
 
-    def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
-        """From this node's slot, or, if it has none, from that of `node`, which is then kept here too."""
-        channel.send(self._sock, ReadSlot(self.generation, bundle, stamp, self.complete, node))
-        _, descriptors = self._answer(bundle, stamp)
+    def read(self, bundle: str, stamp: Stamp, node: int = -1, *, keep: bool = False) -> SlotReader | StreamReader:
+        """From this node's slot, or, if it has none, what comes from that of `node`: the caller's to close, before anything
+        else is asked for. `keep`: bring it into a slot of this node first, for its other workers, too."""
+        channel.send(self._sock, ReadSlot(self.generation, bundle, stamp, self.complete, node, keep))
+        answer, descriptors = self._answer(bundle, stamp)
+        if isinstance(answer, SlotStream):
+            return StreamReader(descriptors[0], answer, self._seconds, lambda: self._streamed(bundle, stamp))
         try:
             reader = SlotReader.attach(descriptors[0], self._job, bundle, stamp)
         finally:
@@ -127,7 +134,13 @@ class SlotsLink:
         self._writers[place] = (serial, writer)
         return writer
 
-    def _answer(self, bundle: str, stamp: Stamp) -> tuple[SlotToFill | SlotHeld | SlotToRead, tuple[int, ...]]:
+    def _streamed(self, bundle: str, stamp: Stamp) -> SlotStreamed:
+        said, _ = self._answer(bundle, stamp)
+        if not isinstance(said, SlotStreamed):
+            raise ProtocolError(f"a checkpoint server sent a {type(said).__name__} after a copy")
+        return said
+
+    def _answer(self, bundle: str, stamp: Stamp) -> tuple[_Answer, tuple[int, ...]]:
         """The answer about this copy; what is said of copies that were sealed meanwhile is kept for `copied`."""
         deadline = time.monotonic() + self._seconds
         while True:
@@ -151,7 +164,7 @@ class SlotsLink:
         if isinstance(message, CopySealed):
             error = _refusal(message.error, message.no_room) if message.error else None
             self._copies[message.bundle, message.stamp, message.node] = error
-        elif not isinstance(message, SlotToFill | SlotHeld | SlotToRead | SlotRefused):
+        elif not isinstance(message, _Answer | SlotRefused):
             _close(descriptors)
             raise ProtocolError(f"a checkpoint server sent a {type(message).__name__} to a worker")
         return message, descriptors

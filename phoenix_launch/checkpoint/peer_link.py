@@ -61,6 +61,15 @@ class Memory(Protocol):
     view: memoryview
 
 
+class Onward(Protocol):
+    """What a payload is handed on to."""
+
+    def write(self, data: memoryview) -> None: ...
+
+    def take(self, descriptor: int, count: int) -> int:
+        """Move some of what has come there, at most so many bytes; 0: nothing will come any more."""
+
+
 class PeerLink:
     """One authenticated connection. `node` and `generation` are those of the caller.
 
@@ -133,6 +142,22 @@ class PeerLink:
                     deadline = time.monotonic() + self.patience
             yield piece
             start += len(piece)
+
+    def pass_on(self, count: int, onward: Onward) -> None:
+        """So many bytes, without a copy in this process; but where they are enciphered. They may lie in memory of the sender's
+        until they are read at the other end."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            memory = memoryview(bytearray(min(PIECE_BYTES, count)))
+            for start in range(0, count, PIECE_BYTES):
+                for piece in self.receive_into(memory[: count - start]):
+                    onward.write(piece)
+            return
+        while count:
+            _await(self._sock, select.POLLIN, self.patience)
+            taken = onward.take(self._sock.fileno(), min(PIECE_BYTES, count))
+            if not taken:
+                raise ConnectionResetError("the other checkpoint server closed the connection")
+            count -= taken
 
     def digest(self, memory: memoryview) -> bytes:
         """What proves to the other end that these bytes are the sender's."""

@@ -4,6 +4,7 @@ One connection for each copy. The sender says what it offers; the receiver takes
 straight into a slot of its own, compares the keyed BLAKE2 of table and extras, seals, and only then says so. Whatever breaks
 off before that leaves the slot unsealed and the other slot of the pair as it was. The data has a checksum of its writer's,
 which is compared by who loads it; where it has none (what is not sent as a rule) the servers compare its CRC-32.
+What a single worker asks for is passed on to it instead (`streams.py`), and the worker compares both.
 
 Threads: each function runs in the thread of the connection it is about; `Partner` has one thread, which sends.
 """
@@ -11,6 +12,7 @@ Threads: each function runs in the thread of the connection it is about; `Partne
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import queue
 import socket
 import threading
@@ -23,10 +25,12 @@ import msgspec
 
 from phoenix_launch.checkpoint import header, peer_link
 from phoenix_launch.checkpoint.header import PAGE_BYTES, Extent, Header, Label
+from phoenix_launch.checkpoint.layout import table_digest
 from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import NoRoomError, SlotPairs, SlotRefusedError, Wish
 from phoenix_launch.checkpoint.peer_link import PIECE_BYTES, Identity, PeerLink
 from phoenix_launch.checkpoint.slots import SlotMemory
+from phoenix_launch.checkpoint.streams import StreamWriter
 from phoenix_launch.copies import SlotPeer, Stamp
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.messages import NoRoom
@@ -102,11 +106,47 @@ def replicate(
 
 def fetch(link: PeerLink, pairs: SlotPairs, wish: Wish) -> None:
     """Bring a copy that the other server keeps into a slot of ours. Raises as `replicate` does."""
-    _say(link, Want(wish.bundle, wish.stamp))
-    offer = _hear(link, Offer)
-    if (offer.label.bundle, offer.label.stamp) != (wish.bundle, wish.stamp):
-        raise ProtocolError("another copy was offered than the one that was asked for")
+    offer = _offered(link, wish.bundle, wish.stamp)
     _take(link, pairs, offer, replace(wish, size=_extent(offer).total))
+
+
+def relay(
+    link: PeerLink, bundle: str, stamp: Stamp, begin: Callable[[Label, Extent], StreamWriter]
+) -> tuple[bytes, int]:
+    """Pass a copy that the other server keeps on to who wants it. Raises as `replicate` does.
+
+    `begin`: opens the stream, which is closed in any case. Returns the digest of table and extras, and the CRC-32 that
+    the data must have, if it has no sum.
+    """
+    offer = _offered(link, bundle, stamp)
+    extent = _extent(offer)
+    _say(link, Take())
+    try:
+        head = memoryview(bytearray(extent.data_offset - PAGE_BYTES))
+    except MemoryError:
+        raise SlotRefusedError(f"no memory for {extent.table + extent.extras} bytes of bundle {bundle!r}") from None
+    for _ in link.receive_into(head):
+        pass
+    if table_digest(head[: extent.table]) != offer.label.layout:
+        raise _changed(bundle)
+    with contextlib.closing(begin(offer.label, extent)) as stream:
+        stream.write(head)
+        link.pass_on(extent.data, stream)
+        sums = _hear(link, Sums)
+        if sums.head != link.digest(head):
+            raise _changed(bundle)
+        stream.until_taken()  # before its slot is overwritten, of which a part may be in the pipe
+    with contextlib.suppress(OSError):
+        _say(link, Held())
+    return hashlib.blake2b(head).digest(), sums.data_crc
+
+
+def _offered(link: PeerLink, bundle: str, stamp: Stamp) -> Offer:
+    _say(link, Want(bundle, stamp))
+    offer = _hear(link, Offer)
+    if (offer.label.bundle, offer.label.stamp) != (bundle, stamp):
+        raise ProtocolError("another copy was offered than the one that was asked for")
+    return offer
 
 
 def serve(sock: socket.socket, pairs: SlotPairs, identity: Callable[[], Identity]) -> None:
@@ -202,10 +242,14 @@ def _receive(link: PeerLink, offer: Offer, memory: memoryview) -> None:
             crc = zlib.crc32(piece, crc)
     sums = _hear(link, Sums)
     if sums.head != link.digest(head) or sums.data_crc != crc:
-        raise ProtocolError(f"a copy of bundle {offer.label.bundle!r} was changed in memory or on its way")
+        raise _changed(offer.label.bundle)
     label = offer.label if offer.label.data_sum else msgspec.structs.replace(offer.label, data_crc=crc)
     header.relabel(memory, label, extent)
     header.seal(memory)
+
+
+def _changed(bundle: str) -> ProtocolError:
+    return ProtocolError(f"a copy of bundle {bundle!r} was changed in memory or on its way")
 
 
 def _extent(offer: Offer) -> Extent:

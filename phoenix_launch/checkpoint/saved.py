@@ -98,7 +98,7 @@ class Saved:
     version: int
     copies: dict[str, tuple[tuple[Path, SavedSlot], ...]]  # of that version, by bundle
 
-    def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
+    def read(self, bundle: str, stamp: Stamp, node: int = -1, *, keep: bool = False) -> SlotReader:
         """A whole copy of this bundle, the caller's to close; whichever is. Raises SlotRefusedError."""
         for path, slot in self.copies.get(bundle, ()):
             try:

@@ -69,6 +69,7 @@ class Server:
         groups = ControlGroup()
         self.pairs = SlotPairs(settings.job, self._wake_reporter, lambda: memory_free(groups), settings.memory)
         self.fills = SlicedFills(self.pairs)
+        self.fetching: dict[str, threading.Lock] = {}
         self._workers_door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._workers_door.bind(settings.socket)
         self._workers_door.listen(_BACKLOG)

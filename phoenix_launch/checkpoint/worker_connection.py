@@ -13,10 +13,12 @@ from typing import Final, Protocol
 
 from phoenix_launch import channel
 from phoenix_launch.checkpoint import replication
+from phoenix_launch.checkpoint.header import Extent, Label
 from phoenix_launch.checkpoint.pairs import Grant, NoRoomError, SlotPairs, SlotRefusedError, Wish
-from phoenix_launch.checkpoint.peer_link import Identity
+from phoenix_launch.checkpoint.peer_link import Identity, PeerLink
 from phoenix_launch.checkpoint.replication import Errand, Partner
 from phoenix_launch.checkpoint.slices import SlicedFills, Slices
+from phoenix_launch.checkpoint.streams import StreamWriter
 from phoenix_launch.errors import PhoenixError, ProtocolError
 from phoenix_launch.local_messages import (
     CopySealed,
@@ -28,6 +30,8 @@ from phoenix_launch.local_messages import (
     SlotHeld,
     SlotRefused,
     SlotSealed,
+    SlotStream,
+    SlotStreamed,
     SlotToFill,
     SlotToRead,
 )
@@ -50,6 +54,9 @@ class Node(Protocol):
 
     pairs: SlotPairs
     fills: SlicedFills
+    fetching: dict[
+        str, threading.Lock
+    ]  # by bundle: held by who brings a copy of it here, for all of this node's workers
 
     def identity(self) -> Identity: ...
 
@@ -163,9 +170,9 @@ class WorkerConnection:
             if self._hand_over(asked):
                 return
             if asked.node >= 0:
-                self._fetch(asked)
-                if self._hand_over(asked):
-                    return
+                if not (asked.keep and self._brought(asked)):
+                    self._stream(asked)
+                return
             why = "this node does not keep it"
         except (OSError, PhoenixError) as error:
             why = str(error)
@@ -182,11 +189,21 @@ class WorkerConnection:
                 os.close(descriptor)
             return True
 
+    def _brought(self, asked: ReadSlot) -> bool:
+        """Into a slot, by whoever of this node's workers asks first, and handed over from there. False: that takes too long."""
+        turn = self._node.fetching.setdefault(asked.bundle, threading.Lock())
+        if not turn.acquire(timeout=_PATIENCE_SECONDS):
+            return False
+        try:
+            if self._hand_over(asked):
+                return True
+            self._fetch(asked)
+        finally:
+            turn.release()
+        return self._hand_over(asked)
+
     def _fetch(self, asked: ReadSlot) -> None:
         """What is fetched is kept like any other copy. Raises OSError, PhoenixError."""
-        partner = self._node.partner(asked.node)
-        if partner is None:
-            raise SlotRefusedError(f"no checkpoint server of node {asked.node} is known")
         wish = Wish(
             writer=self,
             generation=asked.generation,
@@ -195,9 +212,32 @@ class WorkerConnection:
             complete=asked.complete,
             size=0,
         )
-        link = replication.call(partner.peer, replace(self._node.identity(), generation=asked.generation))
-        with contextlib.closing(link):
+        with contextlib.closing(self._call(asked)) as link:
             replication.fetch(link, self._pairs, wish)
+
+    def _stream(self, asked: ReadSlot) -> None:
+        """Straight to the worker. Raises OSError, PhoenixError."""
+
+        def begin(label: Label, extent: Extent) -> StreamWriter:
+            stream = StreamWriter(_PATIENCE_SECONDS)
+            try:
+                sizes = (extent.table, extent.extras, extent.data)
+                self._say(SlotStream(asked.bundle, asked.stamp, label.layout, label.data_sum, *sizes), stream.far)
+                stream.handed_over()
+            except BaseException:
+                stream.close()
+                raise
+            return stream
+
+        with contextlib.closing(self._call(asked)) as link:
+            head, crc = replication.relay(link, asked.bundle, asked.stamp, begin)
+        self._say(SlotStreamed(asked.bundle, asked.stamp, head, crc))
+
+    def _call(self, asked: ReadSlot) -> PeerLink:
+        partner = self._node.partner(asked.node)
+        if partner is None:
+            raise SlotRefusedError(f"no checkpoint server of node {asked.node} is known")
+        return replication.call(partner.peer, replace(self._node.identity(), generation=asked.generation))
 
     def _copied(self, said: SlotSealed, node: int, error: Exception | None) -> None:
         """Called by partners' threads as well: a worker that is gone by then does not matter."""

@@ -131,16 +131,43 @@ def data_sum(data: memoryview, check: Callable[[], None] = lambda: None) -> str:
     Sums of 64-bit words, one for each block of 8 KiB, and the BLAKE2 of these. A flipped bit changes it; what does not are
     flips of the same bit in opposite directions within one block.
     """
-    whole = len(data) // _BLOCK_BYTES * _BLOCK_BYTES
-    digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
-    for start in range(0, whole, _PIECE_BYTES):
+    total = DataSum(len(data))
+    for start in range(0, len(data), _PIECE_BYTES):
         check()
-        size = min(_PIECE_BYTES, whole - start)
-        words = torch.frombuffer(data, dtype=torch.int64, count=size // 8, offset=start)
+        total.update(data[start : start + _PIECE_BYTES])
+    return total.hexdigest()
+
+
+class DataSum:
+    """The `data_sum` of data that comes in pieces of any sizes, `size` bytes all together."""
+
+    def __init__(self, size: int) -> None:
+        self._digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+        self._begun = bytearray()  # a block that is not whole yet
+
+    def update(self, piece: memoryview) -> None:
+        if self._begun:
+            missing = _BLOCK_BYTES - len(self._begun)
+            self._begun += piece[:missing]
+            piece = piece[missing:]
+            if len(self._begun) < _BLOCK_BYTES:
+                return
+            self._add(memoryview(self._begun))
+            self._begun = bytearray()
+        blocks = len(piece) // _BLOCK_BYTES * _BLOCK_BYTES
+        if blocks:
+            self._add(piece[:blocks])
+        self._begun += piece[blocks:]
+
+    def hexdigest(self) -> str:
+        whole = self._digest.copy()
+        whole.update(self._begun)
+        return whole.hexdigest()
+
+    def _add(self, blocks: memoryview) -> None:
+        words = torch.frombuffer(blocks, dtype=torch.int64)
         sums = words.view(-1, _BLOCK_BYTES // 8).sum(1)
-        digest.update(ctypes.string_at(sums.data_ptr(), sums.nbytes))
-    digest.update(data[whole:])
-    return digest.hexdigest()
+        self._digest.update(ctypes.string_at(sums.data_ptr(), sums.nbytes))
 
 
 def is_whole(reader: SlotReader) -> bool:
@@ -170,10 +197,16 @@ def load(data: memoryview, tensor: Tensor) -> None:
         with torch.no_grad():
             tensor.copy_(fresh)
         return
-    address = tensor.data_ptr()
+    memory = bytes_of(tensor)
     for start in range(0, len(data), _PIECE_BYTES):  # a piece at a time: it holds the interpreter's lock
-        piece = data[start : start + _PIECE_BYTES]
-        memoryview((ctypes.c_ubyte * len(piece)).from_address(address + start)).cast("B")[:] = piece
+        memory[start : start + _PIECE_BYTES] = data[start : start + _PIECE_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which has to outlive it."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def view(data: memoryview, row: Row) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phoenix_launch.checkpoint.slots import SlotReader
+from phoenix_launch.checkpoint.streams import HeldCopy, StreamReader
 from phoenix_runtime.checkpoint.memory import loaded
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.state import Captured, TrainState
@@ -60,18 +61,20 @@ def encoded(private: Private) -> tuple[list[tuple[str, Tensor]], bytes]:
     return pickler.tensors, msgspec.msgpack.encode(extras)
 
 
-def startup_of(reader: SlotReader) -> bytes:
-    """The startup record alone, for a process that has built nothing yet. Raises ScriptError."""
-    return _extras(reader).startup
+def startup_of(copy: SlotReader | StreamReader) -> bytes:
+    """The startup record alone, for a process that has built nothing yet. Raises ScriptError, and as reading does."""
+    if isinstance(copy, StreamReader):
+        copy.skip()
+    return _extras(copy.extras).startup
 
 
-def decoded(reader: SlotReader, state: TrainState) -> Private:
+def decoded(reader: SlotReader | HeldCopy, state: TrainState) -> Private:
     """Copies, nothing of it refers to the slot. `state` is the one it belongs to, in this process.
 
     Raises:
         ScriptError: it cannot be put together in this process.
     """
-    extras = _extras(reader)
+    extras = _extras(reader.extras)
     try:
         captured, more = _Unpickler(extras.rest, reader, state).load()
     except (pickle.UnpicklingError, AttributeError, ImportError, ValueError, TypeError) as error:
@@ -92,9 +95,9 @@ class _Extras(msgspec.Struct, frozen=True, array_like=True):
     format: int = _FORMAT
 
 
-def _extras(reader: SlotReader) -> _Extras:
+def _extras(data: memoryview) -> _Extras:
     try:
-        found = msgspec.msgpack.decode(reader.extras, type=_Extras)
+        found = msgspec.msgpack.decode(data, type=_Extras)
     except msgspec.MsgspecError as error:
         raise ScriptError(f"the copy of the training state cannot be read: {error}", hint=_HINT) from error
     if found.format != _FORMAT:
@@ -130,7 +133,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, reader: SlotReader, state: TrainState) -> None:
+    def __init__(self, pickled: bytes, reader: SlotReader | HeldCopy, state: TrainState) -> None:
         super().__init__(io.BytesIO(pickled))
         self._reader, self._state = reader, state
         self._rows = {row.name: row for row in reader.layout.tensors}

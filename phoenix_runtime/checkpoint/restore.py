@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from phoenix_launch.checkpoint.layout import Layout
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.checkpoint.slots import SlotReader
+from phoenix_launch.checkpoint.streams import StreamReader
 from phoenix_launch.copies import Source, SourceKind, Stamp
 from phoenix_runtime.adapters.optimizers import OptimizerPart
+from phoenix_runtime.checkpoint.arriving import arrive, whole
 from phoenix_runtime.checkpoint.bundles import (
     LIKE_PARAMETER,
     ON_CPU,
@@ -30,17 +34,18 @@ from phoenix_runtime.link import remark
 from phoenix_runtime.state import TrainState
 
 _SLOTS = (SourceKind.OWN_NODE, SourceKind.OTHER_NODE)
+T = TypeVar("T")
 _OWN = -1  # node: no other than one's own
 
 
 class Slots(Protocol):
     """Who has copies to be read: the node's checkpoint server, or a folder."""
 
-    def read(self, bundle: str, stamp: Stamp, node: int = -1) -> SlotReader:
-        """The caller's to close. Raises OSError, SlotRefusedError."""
+    def read(self, bundle: str, stamp: Stamp, node: int = -1, *, keep: bool = False) -> SlotReader | StreamReader:
+        """The caller's to close. `keep`: others here are going to read it, too. Raises OSError, SlotRefusedError."""
 
     def damaged(self, bundle: str, stamp: Stamp) -> None:
-        """What was read is not what was written: nobody shall have it."""
+        """What was read here is not what was written: nobody shall have it."""
 
 
 def restore(
@@ -52,10 +57,12 @@ def restore(
     rank: int,
     world: int,
     nodes: Sequence[int] = (),
+    beside: Collection[int] = (),
 ) -> Private | None:
     """Load every bundle that is not ITSELF. Main thread; `link` is the caller's, with its generation set.
 
-    `nodes`: who else may have a copy, when the one that is named is damaged.
+    `nodes`: who else may have a copy, when the one that is named is damaged; `beside`: the other ranks of this node.
+    After an error the state may hold anything: what comes from another node is stored before it is known to be intact.
 
     Returns the private bundle when it was among them: the caller gives its `captured` to `state.restore`, after this.
 
@@ -75,36 +82,58 @@ def restore(
             raise SlotRefusedError(
                 f"bundle {source.bundle!r} would have to come from rank {source.holder}, not from a slot"
             )
-        with closing(_intact(link, source, stamp, nodes)) as reader:
-            if source.bundle == own:
-                private = decoded(reader, state)
-                withdraw(state, private.withdrawn)
-            else:
-                here = here or {bundle.key: bundle for bundle in bundled(state, rank, world)}
-                places.take(reader, here.get(source.bundle))
-            if not reader.still_sealed():
-                raise SlotRefusedError(f"version {stamp.version} of bundle {source.bundle!r} was overwritten meanwhile")
+        if source.bundle == own:
+            private = _first_intact(link, source, stamp, nodes, lambda copy: _private(copy, state))
+            withdraw(state, private.withdrawn)
+        else:
+            here = here or {bundle.key: bundle for bundle in bundled(state, rank, world)}
+            present = here.get(source.bundle)
+            keep = present is not None and any(holder in beside for holder in present.holders)
+            _first_intact(link, source, stamp, nodes, partial(places.take, present=present), keep=keep)
     return private
 
 
-def _intact(link: Slots, source: Source, stamp: Stamp, nodes: Sequence[int]) -> SlotReader:
-    """The first copy that has the bits that were written. Raises OSError, SlotRefusedError."""
+def _first_intact(
+    link: Slots,
+    source: Source,
+    stamp: Stamp,
+    nodes: Sequence[int],
+    take: Callable[[SlotReader | StreamReader], T | None],
+    *,
+    keep: bool = False,
+) -> T:
+    """What `take` makes of the first copy that has the bits that were written; of others it makes None.
+
+    Raises OSError, SlotRefusedError.
+    """
+    words = f"version {stamp.version} of bundle {source.bundle!r}"
     first = source.node if source.kind is SourceKind.OTHER_NODE else _OWN
     refusal: SlotRefusedError | None = None
     for node in dict.fromkeys((first, *nodes)):
         try:
-            reader = link.read(source.bundle, stamp, node)
+            with closing(link.read(source.bundle, stamp, node, keep=keep)) as copy:
+                taken = take(copy)
+                overwritten = isinstance(copy, SlotReader) and not copy.still_sealed()
         except SlotRefusedError as error:
             refusal = refusal or error
             continue
-        if is_whole(reader):
-            return reader
-        reader.close()
-        link.damaged(source.bundle, stamp)  # not to be offered any more; the next one is kept in its place
-        remark(f"version {stamp.version} of bundle {source.bundle!r} was damaged in memory: another copy is taken")
-        refusal = SlotRefusedError(f"version {stamp.version} of bundle {source.bundle!r} is damaged")
+        if taken is not None and overwritten:
+            raise SlotRefusedError(f"{words} was overwritten meanwhile")
+        if taken is not None:
+            return taken
+        # A copy of this node's is not to be offered any more. Another node's may be as good as ever: its bits may have
+        # flipped here or on the way, and whoever is told to forget what is whole may have had the last one.
+        if isinstance(copy, SlotReader):
+            link.damaged(source.bundle, stamp)
+        remark(f"{words} was damaged in memory: another copy is taken")
+        refusal = SlotRefusedError(f"{words} is damaged")
     assert refusal is not None
     raise refusal
+
+
+def _private(copy: SlotReader | StreamReader, state: TrainState) -> Private | None:
+    found = whole(copy)
+    return decoded(found, state) if found is not None else None
 
 
 class Places:
@@ -121,12 +150,23 @@ class Places:
                 prefix = state_name(optimizer, names.get(id(parameter), str(index)), "")
                 self._states[prefix] = (part, parameter)
 
-    def take(self, reader: SlotReader, present: Bundle | None) -> None:
-        """Everything of one bundle, bit for bit; optimizer state that is not in it goes."""
-        rows = {row.name: row for row in reader.layout.tensors}
+    def take(self, copy: SlotReader | StreamReader, present: Bundle | None) -> bool | None:
+        """Everything of one bundle, bit for bit; optimizer state that is not in it goes. None: the copy is damaged."""
+        if isinstance(copy, StreamReader):
+            return arrive(copy, self.targets(copy.layout, present)) or None
+        if not is_whole(copy):
+            return None
+        for row, target in zip(copy.layout.tensors, self.targets(copy.layout, present), strict=True):
+            load(copy.tensor(row), target)
+        return True
+
+    def targets(self, layout: Layout, present: Bundle | None) -> list[Tensor]:
+        """This rank's parts of the tensors in a copy, by its rows; optimizer state that is not in it goes."""
+        rows = {row.name: row for row in layout.tensors}
         for name in [name for name, _ in present.tensors if name not in rows] if present is not None else []:
             self.drop(name)
-        for row in reader.layout.tensors:
+        found = []
+        for row in layout.tensors:
             known = self.parameters.get(row.name)
             part = local(self.state(row.name, row.dtype, row.shape) if known is None else known)
             if tuple(part.shape) != row.shape or part.dtype != type_of(row.dtype):
@@ -134,7 +174,8 @@ class Places:
                     f"{row.name} is {part.dtype}{list(part.shape)} here and was copied as {row.dtype}{list(row.shape)}",
                     hint="build the same model and optimizer in every process before the first step",
                 )
-            load(reader.tensor(row), part.detach())
+            found.append(part.detach())
+        return found
 
     def _owner(self, name: str) -> tuple[OptimizerPart, Tensor, str]:
         prefix, _, key = name.rpartition("].")

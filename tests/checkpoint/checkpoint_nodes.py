@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -17,7 +19,8 @@ from phoenix_launch import channel
 from phoenix_launch.checkpoint import header
 from phoenix_launch.checkpoint.client import SlotsLink
 from phoenix_launch.checkpoint.layout import Entry, Layout
-from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
+from phoenix_launch.checkpoint.slots import SlotReader, SlotWriter, slot_size
+from phoenix_launch.checkpoint.streams import HeldCopy, StreamReader
 from phoenix_launch.copies import SlotPeer, Stamp
 from phoenix_launch.local_messages import CheckpointSettings, CheckpointUp, SlotRules, SlotsKept
 from phoenix_launch.wire import Generation
@@ -26,6 +29,11 @@ JOB = "job-1"
 KEY = "ab" * 32
 SECONDS = 20.0
 G1, G2 = Generation(1, 1), Generation(1, 2)
+
+
+class HasPeer(Protocol):
+    @property
+    def peer(self) -> SlotPeer: ...
 
 
 class CheckpointNode:
@@ -61,7 +69,7 @@ class CheckpointNode:
     def follow(
         self,
         generation: Generation,
-        peers: list[CheckpointNode] | tuple[CheckpointNode, ...] = (),
+        peers: Sequence[HasPeer] = (),
         *,
         resume: int = 0,
         lineage: tuple[Stamp, ...] = (),
@@ -131,6 +139,9 @@ class CheckpointNode:
     def threads(self) -> int:
         return int(psutil.Process(self.process.pid).num_threads())
 
+    def descriptors(self) -> int:
+        return int(psutil.Process(self.process.pid).num_fds())
+
 
 def layout(size: int = 4096) -> Layout:
     return Layout.of([Entry("weight", "float32", (size // 4,), size), Entry("step", "int64", (), 8)])
@@ -163,13 +174,26 @@ def copy(
     return {node: error.message for node, error in link.copied(bundle, stamp, (link._node, *replicas)).items()}
 
 
-def read(link: SlotsLink, version: int, *, bundle: str = "b", node: int = -1, computed: Generation = G1) -> int:
+def read(
+    link: SlotsLink,
+    version: int,
+    *,
+    bundle: str = "b",
+    node: int = -1,
+    computed: Generation = G1,
+    keep: bool = False,
+) -> int:
     """Read a copy, see that it is right in every byte, and give the number of its bytes."""
-    reader = link.read(bundle, Stamp(computed, version), node)
-    assert bytes(reader.extras) == b"extras"
-    for row in reader.layout.tensors:
-        assert bytes(reader.tensor(row)) == content(version, row.size)
-    assert reader.still_sealed()
-    size = reader.layout.size
-    reader.close()
-    return size
+    with contextlib.closing(link.read(bundle, Stamp(computed, version), node, keep=keep)) as copy:
+        if isinstance(copy, StreamReader):
+            data = memoryview(bytearray(copy.size))
+            copy.fill(data)
+            copy.end()
+            held: SlotReader | HeldCopy = HeldCopy(copy.layout, copy.extras, data)
+        else:
+            assert copy.still_sealed()
+            held = copy
+        assert bytes(held.extras) == b"extras"
+        for row in held.layout.tensors:
+            assert bytes(held.tensor(row)) == content(version, row.size)
+        return held.layout.size

@@ -9,24 +9,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from checkpoint_nodes import G1, G2, JOB, KEY, SECONDS, CheckpointNode, content, copy, layout, read
+from checkpoint_nodes import G1, G2, SECONDS, CheckpointNode, copy, read
+from two_ends import ME, SECRET, SIZE, Host, PeerAt, Relay, empty_pairs, extent_in, sealed_pairs
 
 from phoenix_launch.checkpoint import cipher, peer_link, replication
-from phoenix_launch.checkpoint.header import Extent
 from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Standing, Wish
 from phoenix_launch.checkpoint.peer_link import Identity, Memory, PeerLink
 from phoenix_launch.checkpoint.replication import Errand, Partner
-from phoenix_launch.checkpoint.slots import SlotWriter, slot_size
 from phoenix_launch.copies import SlotPeer, Stamp
-from phoenix_launch.errors import PhoenixError, ProtocolError
-from phoenix_launch.wire import Generation
-
-ME = Identity(JOB, bytes.fromhex(KEY), 0, G1)
-SIZE = 3 << 20  # more than one piece
+from phoenix_launch.errors import ProtocolError
 
 
 def test_a_replica_is_sealed_on_the_partner_before_it_is_acknowledged(nodes: list[CheckpointNode]) -> None:
@@ -58,16 +54,21 @@ def test_a_replica_is_not_written_over_a_version_that_is_still_needed(nodes: lis
     nodes[1].until_kept(("b", 0), ("b", 1))
 
 
-def test_a_node_reads_what_another_keeps_and_keeps_it_from_then_on(nodes: list[CheckpointNode]) -> None:
+def test_what_several_workers_of_a_node_want_from_another_is_brought_once_and_kept(nodes: list[CheckpointNode]) -> None:
     assert copy(nodes[0].link(), 3, size=SIZE) == {}
-    link = nodes[1].link()
-    assert read(link, 3, node=0) > SIZE
+    with Relay(nodes[0].port) as relay:
+        nodes[1].follow(G2, [PeerAt(relay.port)], resume=3, lineage=(Stamp(G2, 3),))
+        nodes[1].until_generation(G2)
+        links = [nodes[1].link(G2) for _ in range(3)]
+        with ThreadPoolExecutor(len(links)) as pool:
+            sizes = list(pool.map(lambda link: read(link, 3, node=0, keep=True), links))
+        assert min(sizes) > SIZE and relay.calls == 1
     nodes[1].until_kept(("b", 3))
     nodes[0].kill()
-    assert read(link, 3, node=0) > SIZE
+    assert read(links[0], 3, node=0) > SIZE
     with pytest.raises(SlotRefusedError):
-        read(link, 2, node=0)
-    assert copy(link, 4) == {}
+        read(links[0], 2, node=0, keep=True)
+    assert copy(links[0], 4) == {}
 
 
 def test_a_new_generation_brings_an_older_ones_copy_to_another_partner(nodes: list[CheckpointNode]) -> None:
@@ -103,65 +104,10 @@ def test_an_unreachable_partner_is_said_and_the_own_copy_is_kept(nodes: list[Che
 # --- the two ends in one process, so that what is between them can be changed -----------------------------------------
 
 
-def sealed_pairs(version: int = 3, generation: Generation = G1) -> SlotPairs:
-    """One bundle at one version, in memory of this process."""
-    pairs = SlotPairs(JOB)
-    pairs.follow(Standing(generation))
-    table, stamp = layout(SIZE), Stamp(generation, version)
-    wish = Wish(
-        writer="w", generation=generation, bundle="b", stamp=stamp, complete=-1, size=slot_size(table, len(b"extras"))
-    )
-    grant = pairs.begin(wish, 0)
-    assert grant is not None
-    writer = SlotWriter(grant.memory.descriptor)
-    data = writer.begin(JOB, "b", stamp, table, b"extras")
-    for row in table.tensors:
-        data[row.offset : row.offset + row.size] = content(version, row.size)
-    writer.seal()
-    pairs.seal(grant)
-    return pairs
-
-
-class Host:
-    """A server's door, in a thread, that serves one connection; `error` is how it ended."""
-
-    def __init__(self, pairs: SlotPairs, identity: Identity) -> None:
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self.door.getsockname()[1])
-        self.pairs = pairs
-        self.identity = identity
-        self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        sock, _ = self.door.accept()
-        try:
-            replication.serve(sock, self.pairs, lambda: self.identity)
-        except (OSError, PhoenixError) as error:
-            self.error = error
-        finally:
-            sock.close()
-
-    def __enter__(self) -> Host:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.thread.join(SECONDS)
-        self.door.close()
-        assert not self.thread.is_alive()
-
-
 def send(host: Host, pairs: SlotPairs, identity: Identity = ME, version: int = 3) -> None:
     link = peer_link.call("127.0.0.1", host.port, identity, SECONDS, SECONDS)
     with contextlib.closing(link):
         replication.replicate(link, pairs, "b", Stamp(G1, version), -1)
-
-
-def empty_pairs(generation: Generation = G1) -> SlotPairs:
-    pairs = SlotPairs(JOB)
-    pairs.follow(Standing(generation))
-    return pairs
 
 
 def test_a_replica_is_the_same_in_every_byte() -> None:
@@ -264,14 +210,6 @@ def test_a_frame_that_is_changed_or_comes_twice_ends_the_connection() -> None:
             sock.close()
 
 
-def extent_in(pairs: SlotPairs) -> Extent:
-    with pairs.reading("b", Stamp(G1, 3)) as memory:
-        assert memory is not None
-        found = memory.header()
-        assert found is not None
-        return found.extent
-
-
 def test_bits_that_flipped_in_a_replicas_memory_are_found_when_it_is_fetched() -> None:
     replica, target = empty_pairs(), empty_pairs()
     with Host(replica, ME) as host:
@@ -337,51 +275,6 @@ def test_random_bytes_crash_nothing_and_leave_nothing_behind(
 
 
 # --- encrypted -------------------------------------------------------------------------------------------------------
-
-SECRET = replace(ME, encrypt=True)
-
-
-class Relay:
-    """Sits between a caller and a host, and keeps what goes through; `wrap`: what it makes of its two sockets first."""
-
-    def __init__(self, port: int, wrap: Callable[[socket.socket, bool], socket.socket] = lambda sock, _: sock) -> None:
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self.door.getsockname()[1])
-        self.seen = bytearray()
-        self._far, self._wrap = port, wrap
-        self.threads = [threading.Thread(target=self._run)]
-        self.threads[0].start()
-
-    def _run(self) -> None:
-        near, _ = self.door.accept()
-        far = socket.create_connection(("127.0.0.1", self._far))
-        with contextlib.suppress(OSError, ProtocolError):
-            near, far = self._wrap(near, False), self._wrap(far, True)
-        both = [threading.Thread(target=self._pump, args=pair) for pair in ((near, far), (far, near))]
-        self.threads += both
-        for thread in both:
-            thread.start()
-        for thread in both:
-            thread.join(SECONDS)
-        near.close()
-        far.close()
-
-    def _pump(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                self.seen += data
-                other.sendall(data)
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(other, socket.SHUT_RDWR)
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.door.close()
-        for thread in self.threads:
-            thread.join(SECONDS)
-            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("identity", [ME, SECRET], ids=["plain", "encrypted"])
