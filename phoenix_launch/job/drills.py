@@ -87,7 +87,7 @@ def parse_plan(text: str) -> DrillPlan:
     try:
         numbers = {name: float(given[name]) for name in _NUMBERS if name in given}
     except ValueError:
-        raise UsageError(f"the numbers of the drill {text!r} cannot be read", hint=_HINT) from None
+        raise UsageError(f"{', '.join(_NUMBERS)} of the drill {text!r} must be numbers", hint=_HINT) from None
     whole = all(numbers[name].is_integer() for name in ("--rank", "--at-step") if name in numbers)
     if not whole or not all(0 <= each < float("inf") for each in numbers.values()):
         raise UsageError(f"the numbers of the drill {text!r} must not be negative", hint=_HINT)
