@@ -18,6 +18,7 @@ HANGS = {
 }
 
 
+@pytest.mark.slow  # one hang is found in test_drilled_job.py
 def test_who_hangs_is_named_and_replaced(tmp_path: Path) -> None:
     found = job("Hanging", STEPS, tmp_path, "--hang-timeout", 5, faults=list(HANGS), script=SCRIPT)
     assert found.digests == calm("Hanging", STEPS, script=SCRIPT)
