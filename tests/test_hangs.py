@@ -208,6 +208,15 @@ def test_who_is_stopped_is_named_though_it_has_begun_what_the_others_wait_for() 
     assert hangs.culprits({0: WAITS, 1: stopped, 2: WAITS}) == (1,)
 
 
+def test_one_that_came_to_its_end_after_all_does_not_blind_us_to_the_next_hang() -> None:
+    job = Still(spares=1)
+    job.stand(HUNG, WAITS)
+    job.taken("", "")
+    job.say(0, job.rank(0, 0, leaving=True))
+    assert job.phase() is Phase.RUNNING
+    assert not job.state.condemned
+
+
 def test_a_node_with_a_process_that_cannot_be_ended_is_given_up() -> None:
     job = Still(spares=1)
     job.stand(HUNG, WAITS)

@@ -57,3 +57,13 @@ def test_what_was_last_seen_of_a_job_has_its_workers_pids(ground: Ground, eventu
         assert f"supervisor is gone (pid {running.pid} died)" in shown.out and "\nlast seen " in shown.out
         assert (job / "keys").exists(), "nobody has ended it in order"
     eventually(lambda: not ground.left(), 10, f"everything is gone: {ground.left()}")
+
+
+def test_a_supervisor_that_a_drill_kills_has_answered_before(ground: Ground, eventually: Eventually) -> None:
+    options = ("--allow-drills", "--heartbeat-timeout", 1, "--orphan-timeout", 2)
+    with ground.started(*options, ground.script(PATIENT)) as running:
+        eventually(lambda: running.events("worker_started"), 20)
+        asked = ground.run("inject-fault", "kill-supervisor")
+        assert (asked.code, asked.out) == (0, "kill-supervisor of this job\n"), asked.err
+        assert running.wait().code == -signal.SIGKILL
+    eventually(lambda: not ground.left(), 10, f"everything is gone: {ground.left()}")

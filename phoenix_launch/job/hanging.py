@@ -16,7 +16,8 @@ class Hanging(Swapping):
     def _hangs(self) -> bool:
         """Whether the job hangs, as far as nothing else is to be looked at meanwhile."""
         state = self.state
-        if state.condemned:
+        if state.condemned:  # none of them lives any more, and none has failed: one may have come to its end just then
+            self.state = replace(state, condemned=frozenset(), stacks_since=None)
             return False
         found = hang(state)
         if found is None:

@@ -6,6 +6,7 @@ Threads: this loop; the console (`console.py`); the bus's authenticator (`bus/su
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -94,6 +95,7 @@ class Supervisor:
     _output: LastOutput = field(default_factory=lambda: LastOutput(timeout("exit_output"), timeout("reader")))
     _holding: bool = False  # nobody is told to leave yet: output is still shown
     _drills_from: float = 0.0
+    _dies_at: float = math.inf  # by a drill
     _strangers_since: float = 0.0  # 0: there is none
     _said_harm: bool = False
     _stops: int = 0  # requests to stop so far
@@ -231,6 +233,8 @@ class Supervisor:
 
     def _advance(self, now: float) -> list[Recruit]:
         """Deadlines, musters, drills, wishes. Returns nodes that were launched just now."""
+        if now >= self._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         launched = []
         if self.state.phase not in (Phase.LEAVING, Phase.FINISHED, Phase.STOPPING):
             launched = self.muster.launch_more(now)
@@ -338,7 +342,8 @@ class Supervisor:
             self._powered_off.add(target.node)  # a host that lost power does not come back by itself
         self.chronicle.drill(request.kind.value, target, self.state)
         if request.kind is DrillKind.KILL_SUPERVISOR:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._dies_at = self.clock.now + TICK  # when whoever asked for it has its answer
+            return Answer(True, text)
         incarnation = self.state.members[target.node].incarnation
         drill = Drill(request.kind, target.rank, request.value, request.duration)
         self.bus.send(incarnation, drill, self.state.generation)
