@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from measure import PHOENIX, WORKERS
-from step_cost import TOKENS, Job, Turn, attended, interval, median
+from step_cost import STOPPED, TOKENS, Job, Turn, attended, interval, median
 
 MODEL: Final = ["--layers", "10", "--width", "512", "--heads", "8", "--parallel", "fsdp"]
 BASE: Final = "off"
@@ -88,7 +88,8 @@ def measured(cases: Sequence[str], turns: int, steps: int) -> None:
         jobs = {}
         for name in cases:
             options, saves = CASES[name]
-            command = [PHOENIX, "--nodes", "2", *options, str(WORKERS / "train_phoenix.py"), *MODEL, *TOKENS]
+            script = [str(WORKERS / "train_phoenix.py"), *MODEL, *TOKENS]
+            command = [PHOENIX, "--nodes", "2", *STOPPED, *options, *script]
             jobs[name] = open_.enter_context(attended(command, BENCH_SAVE=saves))
         floors: list[tuple[float, float]] = []
         for number in range(turns):

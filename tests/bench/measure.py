@@ -123,7 +123,10 @@ def until(check: Callable[[], object], what: str, seconds: float = RUN_SECONDS, 
     while not check():
         for process in _running:
             if process.poll() is not None:
-                raise SystemExit(f"{process.args!r} ended with {process.returncode} while waiting for {what}")
+                shown, _ = process.communicate()
+                raise SystemExit(
+                    f"{process.args!r} ended with {process.returncode} while waiting for {what}:\n{(shown or '')[-4000:]}"
+                )
         if time.monotonic() >= deadline:
             raise SystemExit(f"not within {seconds:g} s: {what}")
         time.sleep(pause)

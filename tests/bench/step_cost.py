@@ -34,6 +34,7 @@ MODELS: Final = {
     "odd": ["--layers", "10", "--width", "512", "--heads", "8", "--odd"],
 }
 TOKENS: Final = ["--batch", "16", "--sequence", "128"]
+STOPPED: Final = ["--hang-timeout", "86400"]  # workers that are stopped for others' turns do not hang
 Turn = list[float]  # its steps, in seconds
 
 
@@ -109,7 +110,7 @@ def measured(model: str, turns: int, steps: int) -> str:
     ours: list[Turn] = []
     plain: list[Turn] = []
     with (
-        attended([PHOENIX, *nproc, str(WORKERS / "train_phoenix.py"), *options]) as copying,
+        attended([PHOENIX, *STOPPED, *nproc, str(WORKERS / "train_phoenix.py"), *options]) as copying,
         attended([TORCHRUN, "--standalone", *nproc, str(WORKERS / "train_disk.py"), *options]) as bare,
     ):
         for number in range(turns):
