@@ -96,6 +96,7 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     no_room: NoRoom | None = None  # its copies do not fit
     degraded: str = ""  # why some of its replicas are not where they should be
     written: Stamp | None = None  # rank 0: a checkpoint that is whole on disk, with the generation that has written it
+    halted: int = -1  # the version that is complete, and that it will not leave since the job is about to stop
 
 
 class Standstill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -263,6 +264,7 @@ class NodePlan(Message, frozen=True):
     resumption: Resumption | None = None
     ground: Ground | None = None  # None: nobody of this job knows the runtime
     leave: bool = False  # all scripts are over: who waits for the others may end
+    halt: bool = False  # the job is about to stop: copy the state once more, and change it no more
     save: bool = False  # before it leaves: what it keeps in memory goes to disk, if the job has a folder for that
     condemned: tuple[
         tuple[int, Generation], ...

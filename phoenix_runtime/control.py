@@ -49,6 +49,7 @@ class Control:
         sock: connected to the agent.
         abort: takes every thread of this process out of every collective; returns what is stuck. Called by our thread.
         starts_alone: whether, with this plan, the process has no communicators yet, so that there is nothing to abort.
+        halt: the job is about to stop. Called by our thread.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Control:
         sock: socket.socket,
         abort: Callable[[BaseException], tuple[str, ...]],
         starts_alone: Callable[[WorkerPlan], bool],
+        halt: Callable[[], None] = lambda: None,
     ) -> None:
-        self._sock, self._abort, self._starts_alone = sock, abort, starts_alone
+        self._sock, self._abort, self._starts_alone, self._halt = sock, abort, starts_alone, halt
         self._sending = threading.Lock()
         self._said = RuntimeReport()
         self._changed = threading.Condition()
@@ -74,6 +76,7 @@ class Control:
         environ: Mapping[str, str],
         abort: Callable[[BaseException], tuple[str, ...]],
         starts_alone: Callable[[WorkerPlan], bool],
+        halt: Callable[[], None] = lambda: None,
     ) -> Control | None:
         """Say hello to the agent and hear its first answer; None where there is no agent that answers."""
         path = environ.get(AGENT, "")
@@ -87,7 +90,7 @@ class Control:
             link.remark(f"no agent at {path} ({error.strerror or error}): a failure will restart all workers")
             return None
         stacks.prepare(path)
-        control = cls(sock, abort, starts_alone)
+        control = cls(sock, abort, starts_alone, halt)
         control._thread.start()
         control.report()
         try:
@@ -204,6 +207,8 @@ class Control:
             if notice:
                 self._noticed = plan.generation
             self._changed.notify_all()
+        if plan.halt:
+            self._halt()
         if notice:
             self._notice(plan)
 

@@ -21,6 +21,7 @@ from phoenix_runtime import communicators, leaving, link, rehearsal
 from phoenix_runtime.checkpoint import private
 from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.checkpoint.disk import DIRECTORY, Disk
+from phoenix_runtime.checkpoint.halting import Halt
 from phoenix_runtime.checkpoint.talk import LeftError
 from phoenix_runtime.communicators import BACKEND
 from phoenix_runtime.control import Control
@@ -117,7 +118,8 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     def starts_alone(plan: WorkerPlan) -> bool:
         return BACKEND.alone or (plan.alone and not copier)  # from the first word on, before its groups are there
 
-    control = Control.connect(os.environ, abort, starts_alone)
+    halt = Halt(lambda version: control.report(halted=version) if control is not None else None)
+    control = Control.connect(os.environ, abort, starts_alone, halt.ask)
     if control is None:
         dist.init_process_group(communicators.NAME, timeout=patience, **options)
         return
@@ -144,6 +146,7 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
             no_room=partial(_no_room, control),
             degraded=partial(_degraded, control),
             to_disk=disk.durable if disk is not None else None,
+            halt=halt,
         )
     )
     swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check, disk=disk)

@@ -106,6 +106,11 @@ def test_what_all_have_sealed_is_complete() -> None:
     assert agreed([Vote(6, 4), Vote(6, 5), Vote(6, 5)], resume=0).complete == 4
 
 
+def test_when_one_rank_knows_that_the_job_stops_all_copy_this_version_and_meet_again() -> None:
+    votes = [Vote(6, 4, ready=False), Vote(6, 5, ready=False, halt=True)]
+    assert agreed(votes, resume=0) == Round(6, True, 4, halt=True)
+
+
 def test_votes_of_different_steps_are_a_mistake() -> None:
     with pytest.raises(ValueError, match=r"\[5, 6\]"):
         agreed([Vote(5, 4), Vote(6, 5)], resume=0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phoenix_launch.job.membership import HURRIED_GRACE
+from phoenix_launch.job.stopping import HURRIED_GRACE
 from tests.contract import NO_TORCH
 from tests.jobs_under_test import Done, Running, run, script, started
 

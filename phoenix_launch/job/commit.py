@@ -152,17 +152,20 @@ class Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     sealed: int
     ready: bool = True
+    halt: bool = False  # it was told that the job is about to stop
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """What all ranks agreed upon: whether `version` is copied, and the newest version that is complete. `first`: the
-    generation began at this version; when it is sealed all meet in a second round on it."""
+    generation began at this version; when it is sealed all meet in a second round on it. `halt`: so they do, and nobody goes
+    on to the optimizer: the job stops, and this version is all that was done."""
 
     version: int
     copy: bool
     complete: int
     first: bool = False
+    halt: bool = False
 
 
 def agreed(votes: Sequence[Vote], resume: int) -> Round:
@@ -172,8 +175,9 @@ def agreed(votes: Sequence[Vote], resume: int) -> Round:
     if len(versions) != 1:
         raise ValueError(f"votes on versions {sorted(versions)} in one round")
     version = versions.pop()
-    copied = version == resume or all(vote.ready for vote in votes)
-    return Round(version, copied, min(vote.sealed for vote in votes), first=version == resume)
+    halt = any(vote.halt for vote in votes)
+    copied = version == resume or halt or all(vote.ready for vote in votes)
+    return Round(version, copied, min(vote.sealed for vote in votes), first=version == resume, halt=halt)
 
 
 def may_step(plan: CopyPlan, node: int, decided: Round | None, kept: Kept, lineage: Lineage) -> bool:

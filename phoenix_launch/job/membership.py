@@ -8,9 +8,8 @@ is a (term, n); whatever speaks of an older one is ignored.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
-from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_WORKER_FAILED
+from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_WORKER_FAILED
 from phoenix_launch.job import holding, placement
 from phoenix_launch.job.events import (
     Action,
@@ -19,7 +18,6 @@ from phoenix_launch.job.events import (
     ChannelClosed,
     Event,
     FaultFound,
-    Finished,
     GaveUp,
     OutputHeld,
     Reported,
@@ -30,13 +28,11 @@ from phoenix_launch.job.events import (
 from phoenix_launch.job.hanging import Hanging
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
+from phoenix_launch.job.stopping import Stopping
 from phoenix_launch.job.transition import silent_since
 from phoenix_launch.messages import NodeReport, NoRoom
 from phoenix_launch.wire import Generation
 from phoenix_launch.wording import ranks_named, size_named
-
-UNHEARD_SECONDS: Final = 1.0  # after a stop request: workers that were to be started may not have been heard of
-HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a second stop request; after a third none
 
 
 def start(rules: Rules, term: int, now: float) -> State:
@@ -54,7 +50,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Hanging, Starting):
+class _Transition(Hanging, Starting, Stopping):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -152,23 +148,6 @@ class _Transition(Hanging, Starting):
         elif member.alive:
             self._lose(index, detail or "its agent ended")
 
-    def _stop(self, signal: int) -> None:
-        """The first request passes its signal on and waits; each further one only shortens the wait."""
-        state = self.state
-        if state.phase is Phase.LEAVING:
-            return
-        if state.phase is Phase.STOPPING:
-            left = max(0.0, state.since + state.grace - self.now)
-            grace = min(left, HURRIED_GRACE) if state.grace > HURRIED_GRACE else 0.0
-            self._enter(Phase.STOPPING, grace=grace)  # an agent counts a grace from when it hears of it: so do we
-            return
-        outcome = Outcome(exit_code=EXIT_SIGNAL_BASE + signal, text=f"stopped by signal {signal}")
-        if any(member.alive for member in state.members.values()) and state.phase is not Phase.STARTING:
-            ran = state.phase is Phase.RUNNING
-            self._enter(Phase.STOPPING, outcome=outcome, signal=signal, grace=state.rules.shutdown_timeout, ran=ran)
-        else:
-            self._leave(outcome)
-
     # --- what follows from the state, whatever the event was ---
 
     def settle(self) -> None:
@@ -212,6 +191,8 @@ class _Transition(Hanging, Starting):
         state = self.state
         failed = holding.failed(state)
         too_full = holding.no_room(state)
+        if self._halts():
+            return
         if too_full is not None:
             self._enter(
                 Phase.STOPPING, outcome=self._no_room(too_full), signal=SIGTERM, grace=state.rules.shutdown_timeout
@@ -315,36 +296,3 @@ class _Transition(Hanging, Starting):
             text=f"the copies of the training state do not fit on {name}: {found.why}",
             hint=", or ".join(ways),
         )
-
-    def _settle_stopping(self) -> None:
-        state = self.state
-        assert state.outcome is not None
-        self._earlier_cause()
-        waited = self.now - state.since
-        if state.ran and waited < UNHEARD_SECONDS and holding.unheard(state):
-            return  # what a worker has written may be here before its node's word that there is such a worker
-        over = waited > state.grace + state.rules.teardown_timeout
-        if over or all(m.live == 0 for m in state.members.values() if m.alive):
-            self._leave(self.state.outcome or state.outcome)
-
-    def _earlier_cause(self) -> None:
-        """The first report of a failure need not be that of the first failure: a later report with an older date wins."""
-        outcome = self.state.outcome
-        if outcome is None or outcome.cause is None:
-            return
-        cause = outcome.cause
-        for ended in self.state.ended.values():
-            if ended.report.code != 0 and ended.at < cause.at:
-                cause = ended
-        if cause is not outcome.cause:
-            self.state = replace(self.state, outcome=self._failure(cause))
-
-    def _settle_leaving(self) -> None:
-        state = self.state
-        assert state.outcome is not None
-        over = self.now - state.since > state.rules.teardown_timeout + state.rules.save_timeout
-        if over or not any(member.alive for member in state.members.values()):
-            self._enter(Phase.FINISHED)
-            self.actions.append(Finished(state.outcome))
-
-    # --- pieces ---

@@ -45,6 +45,7 @@ def node_plan(state: State, wish: Wish, identity: JobIdentity) -> NodePlan:
         resumption=_resumption(wish),
         ground=wish.ground,
         leave=wish.leave,
+        halt=wish.halt,
         condemned=wish.condemned,
         publish=wish.publish,
         save=wish.save,

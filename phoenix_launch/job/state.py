@@ -178,6 +178,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """The job is about to stop by this signal: as soon as what all ranks have done is copied, or at `until`."""
+
+    signal: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     rules: Rules
     generation: Generation
@@ -194,6 +202,7 @@ class State:
     swap: Swap | None = None  # while one is under way, also while it waits for a node
     recovery: Recovery | None = None  # how the current generation was restored
     leave: bool = False  # all its scripts are over
+    halt: Halt | None = None
     ran: bool = False  # while the job stops: its nodes had been told to run their workers
     behind: float | None = None  # since when a rank is in a step beyond the end of another one's script
     stacks_since: float | None = None  # since when a hang is looked into

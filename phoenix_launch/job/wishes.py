@@ -36,6 +36,7 @@ class Wish:
     lineage: Lineage = field(default_factory=Lineage)
     ground: Ground | None = None
     leave: bool = False  # all scripts are over
+    halt: bool = False  # the job is about to stop: all ranks are to come to a version that is complete
     condemned: tuple[tuple[int, Generation], ...] = ()  # ranks here that hang, with the generation that started them
     publish: Stamp | None = None  # a checkpoint on disk
     save: bool = False  # what is in memory goes to disk first
@@ -70,7 +71,7 @@ def wish_for(state: State, index: int) -> Wish:
             return Wish(
                 generation, PlanPhase.RUN, places, host_store=index == state.store_node, grace=grace,
                 born=_born(state, places), recovery=state.recovery, lineage=state.lineage,
-                ground=ground(state), leave=state.leave, publish=to_publish(state, index),
+                ground=ground(state), leave=state.leave, halt=state.halt is not None, publish=to_publish(state, index),
                 condemned=_condemned(state, index),
             )  # fmt: skip
     return Wish(generation, PlanPhase.PARK, lineage=state.lineage, ground=ground(state))

@@ -76,6 +76,7 @@ def worker_plan(
         order.startup,
         plan.leave,
         published if order.rank == 0 else None,
+        plan.halt,
     )
 
 

@@ -48,7 +48,7 @@ def hurried(number: int, before: State, after: State, *, again: bool, held: bool
     name = f"{signal.Signals(number).name}{' again' if again else ''}"
     if before.phase is Phase.LEAVING:
         return f"{name}: not waiting for the reader of the output any longer" if held else ""
-    if before.phase is not Phase.STOPPING or not before.grace:
+    if (before.phase is not Phase.STOPPING or not before.grace) and before.halt is None:
         return ""
     return f"{name}: {f'workers have {after.grace:.2g} s' if after.grace else 'killing at once'}"
 

@@ -218,9 +218,10 @@ class Supervisor:
     def _stop(self, number: int) -> None:
         if self.state.phase not in (Phase.STOPPING, Phase.LEAVING, Phase.FINISHED):
             grace = self.state.rules.shutdown_timeout
-            self.console.say(
-                f"phoenix-run: {signal.Signals(number).name}: stopping, workers have up to {grace:g} s (again: sooner)"
-            )
+            if self.state.halt is None:
+                self.console.say(
+                    f"phoenix-run: {signal.Signals(number).name}: stopping, workers have up to {grace:g} s (again: sooner)"
+                )
         elif self.state.phase is Phase.LEAVING:
             self._output.hurried = True
         before = self.state

@@ -32,6 +32,7 @@ from phoenix_runtime.checkpoint.bundles import Bundle
 from phoenix_runtime.checkpoint.cadence import Cadence
 from phoenix_runtime.checkpoint.filling import CopyFailedError, Filler, Footing, Left, Order
 from phoenix_runtime.checkpoint.fingerprints import Rows
+from phoenix_runtime.checkpoint.halting import Halt
 from phoenix_runtime.checkpoint.memory import marks
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.communicators.gate import Gate, StepAborted
@@ -80,6 +81,7 @@ class Copier:
         no_room: Callable[[NoRoom], None] = lambda _: None,
         degraded: Callable[[str], None] = lambda _: None,
         to_disk: ToDisk | None = None,
+        halt: Halt | None = None,
     ) -> None:
         """`seconds`: for how long a server that does not keep a copy is asked again. Called by the thread: `no_room`, when a
         node's memory is too small, which ends the copying; `degraded`, when a node takes no replicas, empty: it does again."""
@@ -88,7 +90,7 @@ class Copier:
         self.error: BaseException | None = None  # why a version could not be copied; the gate was closed with it
         self._gate, self._group = gate, group
         self._filler = Filler(job, rank, seconds, no_room, degraded)
-        self._to_disk = to_disk
+        self._to_disk, self._halt = to_disk, halt or Halt()
         self._changed = threading.Condition()
         self._footing: Footing | None = None
         self._order: Order | None = None  # the last one
@@ -160,6 +162,7 @@ class Copier:
             order.waited_from = began
             while not order.whole:
                 self._changed.wait(_LOOK_UP)
+                self._halt.look()
                 check()
                 if order.over and not order.whole:
                     void_since = void_since or time.monotonic()
@@ -224,10 +227,13 @@ class Copier:
             self._filler.fill(order, self.complete)
             self._sealed = version
             self._took(order, began)
-        if decided.first and in_memory:  # nothing older to fall back on: it has to be complete everywhere
+        if (decided.first or decided.halt) and in_memory:  # no other to fall back on: it has to be complete everywhere
             self._know_complete(self._round(order)[0].complete)
             if self.complete < order.stamp.version:
                 raise CopyFailedError(f"version {order.stamp.version} is not complete on all nodes")
+        if decided.halt and in_memory:
+            self._halt.keep(version, order.left)
+            order.check()
         if disk is not None and writes:
             order.check()
             assert order.private is not None
@@ -287,19 +293,19 @@ class Copier:
         meanwhile: then nobody knows what was said."""
         version, sealed = order.stamp.version, self._sealed
         order.check()
-        ready = self._cadence.ready(version)
-        votes = [commit.Vote(version, sealed, ready)]
+        ready, halt = self._cadence.ready(version), self._halt.asked
+        votes = [commit.Vote(version, sealed, ready, halt)]
         if self._group is not None:
             epoch = self._gate.epoch
-            lowest = torch.tensor([version, -version, sealed, int(ready), int(writes)])
+            lowest = torch.tensor([version, -version, sealed, int(ready), int(writes), -int(halt)])
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]  # as torch itself sets it
             self._group.allreduce([lowest], options).wait()
             if self._gate.closed or self._gate.epoch != epoch:
                 raise Left
-            first, last, sealed, copies, all_write = lowest.tolist()
+            first, last, sealed, copies, all_write, halts = lowest.tolist()
             writes = bool(all_write)
-            votes = [commit.Vote(first, sealed, bool(copies)), commit.Vote(-last, sealed, bool(copies))]
+            votes = [commit.Vote(each, sealed, bool(copies), bool(halts)) for each in (first, -last)]
         order.check()
         return commit.agreed(votes, order.footing.resume), writes
 

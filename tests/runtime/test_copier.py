@@ -42,11 +42,13 @@ class Rank:
         seconds: float = 20.0,
         interval: int = 1,
         to_disk: Any = None,
+        halt: Any = None,
     ) -> None:
         self.nodes, self.gate, self.interval = nodes, Gate(), interval
         self.no_room: list[NoRoom] = []
         self.degraded: list[str] = []
-        self.copier = Copier(JOB, 0, self.gate, group, seconds, self.no_room.append, self.degraded.append, to_disk)
+        heard = self.no_room.append, self.degraded.append
+        self.copier = Copier(JOB, 0, self.gate, group, seconds, *heard, to_disk, halt)
         self.model = nn.Linear(300, 300)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state = TrainState(model=self.model, optimizer=self.optimizer)
@@ -408,7 +410,7 @@ class Others:
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> Any:
         assert options.reduceOp == dist.ReduceOp.MIN
         version = int(tensors[0][0]) + self.ahead
-        theirs = torch.tensor([version, -version, self.sealed.pop(0), int(self.ready(version)), self.writes])
+        theirs = torch.tensor([version, -version, self.sealed.pop(0), int(self.ready(version)), self.writes, 0])
         torch.minimum(tensors[0], theirs, out=tensors[0])
         self.entered.set()
         return self

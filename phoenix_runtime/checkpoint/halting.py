@@ -1,0 +1,63 @@
+"""Before a job is stopped: all ranks come to one version, see that it is complete, and change nothing until they are ended.
+
+Threads: the one that brings notices asks; the copier's tells all others in its round, and stays in the step's copy; the main
+thread, which waits for that copy, lets a script go on that handles the signal itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from phoenix_launch.processes import POLITE_SIGNALS
+
+_LOOK_UP: Final = 0.05  # seconds
+
+
+class Halt:
+    """One a process. `report`: says that it has come to this version."""
+
+    def __init__(self, report: Callable[[int], None] = lambda _: None) -> None:
+        self._report = report
+        self._asked, self._released = threading.Event(), threading.Event()
+        self._kept, self._here = False, threading.Event()  # a version; and the main thread waits for its copy
+        self._own: dict[int, Any] = {}  # the script's handlers, by signal
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set() and not self._released.is_set()
+
+    def ask(self) -> None:
+        """All ranks are to halt, this one has heard of it."""
+        self._asked.set()
+
+    def keep(self, version: int, left: threading.Event) -> None:
+        """On the copier's thread: this version is complete. Returns when the step is aborted, or the script goes on.
+
+        Nobody is told before the main thread waits: the signal that follows would find handlers that do not let it go on.
+        """
+        self._kept, said = True, False
+        while not left.wait(_LOOK_UP) and not self._released.is_set():
+            if not said and self._here.is_set():
+                said = True
+                self._report(version)
+        self._kept = False
+
+    def look(self) -> None:
+        """On the main thread, while it waits: who handles the signal of the end wants to come to the end of its step."""
+        if not self._kept or self._here.is_set():
+            return
+        if threading.current_thread() is threading.main_thread():
+            for number in POLITE_SIGNALS:
+                own = signal.getsignal(number)
+                if callable(own) and own is not signal.default_int_handler:
+                    self._own[number] = own
+                    signal.signal(number, self._handle)
+        self._here.set()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._released.set()
+        self._own[number](number, frame)
