@@ -19,8 +19,10 @@ signal.pause()
 
 
 def test_the_nodes_of_an_ended_job_have_left_and_its_keys_are_gone(ground: Ground) -> None:
-    done = ground.run("--nodes", 2, "--no-python", "true")
+    durable = ("--checkpoint-dir", ground.home / "ck", "--checkpoint-interval", 5)
+    done = ground.run("--nodes", 2, *durable, "--no-python", "true")
     assert done.code == 0
+    assert "--checkpoint-dir and --resume did nothing" in done.err
     assert [node["state"] for node in done.status()["nodes"]] == ["left", "left"]
     assert sorted(path.name for path in done.job.iterdir()) == ["events.jsonl", "job.json", "logs", "status.json"]
     shown = ground.run("status")

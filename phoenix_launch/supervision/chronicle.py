@@ -15,6 +15,7 @@ from phoenix_launch.bus.supervisor import BusCounters
 from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import events as job_events
+from phoenix_launch.job import holding
 from phoenix_launch.job.drills import Target
 from phoenix_launch.job.events import Action
 from phoenix_launch.job.last_words import born, files_about, summary
@@ -31,6 +32,9 @@ from phoenix_launch.supervision.repairs import SCRIPT, Repairs
 from phoenix_launch.wire import Generation
 from phoenix_launch.wording import counted, ranks_named
 
+NOTHING_WRITTEN: Final = (
+    "--checkpoint-dir and --resume did nothing: the script did not use phoenix_runtime (README: In the training script)"
+)
 KEPT_SECONDS: Final = 5.0  # status.json is never older than this while the job runs
 
 
@@ -95,6 +99,8 @@ class Chronicle:
         self._drilled(self.drills.ended(), state)
         self.journal.write("job_finished", state.generation, exit_code=outcome.exit_code, steps=None, goodput=None)
         self._save(self.status(state))
+        if state.rules.save_timeout and state.holders and not holding.resilient(state):
+            self.console.say(f"phoenix-run: {NOTHING_WRITTEN}")
         cause = outcome.cause
         shown = self.console.last.of(cause.rank, born(cause.rank, state)) if cause else ""
         if text := summary(outcome, self._files_about(cause, state) if cause else {}, shown):
