@@ -30,6 +30,8 @@ BASE: Final = "off"
 CASES: Final = {  # launcher's options, BENCH_SAVE
     "copies": ([], ""),
     BASE: (["--snapshot-interval", "0"], ""),
+    "auto": (["--snapshot-interval", "auto"], ""),
+    "encrypted": (["--encrypt"], ""),
     "torch.save": (["--snapshot-interval", "0"], "torch"),
     "dcp async": (["--snapshot-interval", "0"], "dcp"),
 }

@@ -3,6 +3,7 @@
 4 ranks on 2 simulated nodes, each with one more process ready, a model of 4.8 M parameters; kills fall anywhere in a step.
 torchrun has a checkpoint of every step. torchft (`--torchft PYTHON`, of an environment that has it) runs with its defaults, and
 with a fifth replica that trains along. Then what swaps are made of, a whole node and a spare node, and kills in the copying.
+`--parallel fsdp`: FSDP2 in place of DDP in our jobs (with `--rival-kills 0`): each rank then has a part that nobody else has.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ Run = Callable[[int], list[Kill]]
 class InPlace:
     """What the jobs that were repaired in place have told."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, parallel: str) -> None:
         self.chance = chance
+        self.script = [SCRIPT, "--parallel", parallel]
         self.swaps: list[Swap] = []
         self.parts: list[dict[str, float]] = []
         self.beyond: list[float] = []  # from the moment when the fault was found
         self.step = 0.0
 
     def run(self, kills: int) -> list[Kill]:
-        with job([PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT]) as (_, folder):
+        with job([PHOENIX, *ON_NODES, "--local-spares", "1", *self.script]) as (_, folder):
             logs = Logs(folder)
             found = []
             for number in range(kills):
@@ -58,7 +60,7 @@ class InPlace:
     def nodes(self, kills: int) -> list[Kill]:
         """The node of rank 3 loses power, and the next spare node takes its ranks."""
         options = ("--spares", str(kills), "--allow-drills")
-        with job([PHOENIX, *ON_NODES, *options, SCRIPT]) as (_, folder):
+        with job([PHOENIX, *ON_NODES, *options, *self.script]) as (_, folder):
             logs = Logs(folder)
             found: list[Kill] = []
             gone: set[str] = set()
@@ -159,10 +161,11 @@ def torchft(python: str, extra: bool, kills: int, chance: random.Random) -> list
 # --- kills within the copying ---------------------------------------------------------------------------------------------
 
 
-def within_copying() -> tuple[list[int | None], list[float]]:
+def within_copying(parallel: str) -> tuple[list[int | None], list[float]]:
     """Steps that each swap has lost; and seconds for which a copy is under way, of all copies of all ranks."""
     faults = ";".join(f"copying,{1 + number},{step}" for number, step in enumerate(COPIED_AT))
-    command = [PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--steps", str(COPIED_AT[-1] + 4)]
+    command = [PHOENIX, *ON_NODES, "--local-spares", "1", SCRIPT, "--parallel", parallel]
+    command += ["--steps", str(COPIED_AT[-1] + 4)]
     with job(command, BENCH_FAULTS=faults) as (process, folder):
         finish(process)
         logs = Logs(folder)
@@ -190,9 +193,13 @@ def main() -> None:
     parser.add_argument("--rival-kills", type=int, default=4, help="of each other tool, 0: leave them out")
     parser.add_argument("--rounds", type=int, default=2, help="in so many turns")
     parser.add_argument("--torchft", default="", metavar="PYTHON", help="of an environment with torchft-nightly")
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="of our jobs")
     options = parser.parse_args()
+    if options.parallel != "ddp" and options.rival_kills:
+        parser.error("the others run DDP: --rival-kills 0")
     print(f"load {os.getloadavg()[0]:.1f}", flush=True)
-    ours, nodes, chance = InPlace(random.Random(1)), InPlace(random.Random(1)), random.Random(1)
+    ours, nodes = (InPlace(random.Random(1), options.parallel) for _ in range(2))
+    chance = random.Random(1)
     cases: dict[str, tuple[Run, int]] = {"in place": (ours.run, options.kills)}
     if options.rival_kills:
         cases["torchrun, a checkpoint a step"] = (lambda kills: torchrun(kills, chance), options.rival_kills)
@@ -229,7 +236,7 @@ def main() -> None:
     print(f"  beyond detection               {summary(nodes.beyond)}")
     print(f"  of one process                 {summary(ours.beyond)}")
     table("its phases in the journal", [swap.phases for swap in nodes.swaps])
-    lost, window = within_copying()
+    lost, window = within_copying(options.parallel)
     print(f"\nkilled within the copying: steps lost {lost}; a copy is under way for {summary(window)}")
     print(f"load {os.getloadavg()[0]:.1f}")
 
