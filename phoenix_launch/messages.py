@@ -10,7 +10,7 @@ import msgspec
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.command_messages import DrillKind, FromCommand, ToCommand
 from phoenix_launch.copies import KeptSlot, SlotPeer, Source, Stamp, StartupCopy
-from phoenix_launch.progress import CopyFigures
+from phoenix_launch.progress import CopyFigures, PaceFigures
 from phoenix_launch.wire import NO_GENERATION, Envelope, Generation, Message, opened
 
 # --- agent -> supervisor ---------------------------------------------------------------------------------------------
@@ -121,6 +121,7 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inside: int = -1  # the step that run_step is in, from 1, -1: none; from the progress page
     copies: CopyFigures | None = None  # from there, too; None: it makes no copies
     still: Standstill | None = None  # None: it moves
+    pace: PaceFigures | None = None  # what it takes for a step; None: not known
 
 
 class StoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

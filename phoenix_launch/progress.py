@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Final
 
 PAGE_BYTES: Final = 4096
-LAYOUT: Final = 5  # at offset 0, so that two versions of us never misread each other
+LAYOUT: Final = 6  # at offset 0, so that two versions of us never misread each other
 
 # 64-bit words, each stored by one aligned store. The table of counts takes the rest of the page: key, count, key, count ...
 _LAYOUT, _SEQUENCE, _STEP, _PHASE, _LOSS, _TOKENS, _COMPLETE, _INSIDE = range(8)
 _COPIES = range(8, 12)
 _OPERATIONS, _WAIT_KEY, _WAIT_COUNT, _TYPICAL, _ALLOWED = range(12, 17)
+_COMPUTE, _ROLE = 17, 18
 _TABLE = range(32, PAGE_BYTES // 8, 2)
 _READ_TRIES: Final = 100
+
+COMPUTE_STEPS: Final = 10  # over which a rank's own time in a step is taken
 
 
 class Phase(enum.IntEnum):
@@ -35,6 +38,16 @@ class CopyFigures:
     copied: int = 0  # bytes that it has written into slots of its node, since it was started
     sent: int = 0  # bytes of them that other nodes have sealed as replicas
     holders: int = 0  # nodes that keep each of its bundles, at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceFigures:
+    """What a rank takes for a step by itself. Only ranks of an equal role are to be compared."""
+
+    compute: float = (
+        0.0  # seconds of a step in which it did not wait for others, the median of the last ones; 0: not known
+    )
+    role: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +150,13 @@ class ProgressPage:
     def write_allowed(self, seconds: float) -> None:
         self._real[_ALLOWED] = seconds
 
+    def write_pace(self, figures: PaceFigures) -> None:
+        self._signed[_ROLE] = figures.role
+        self._real[_COMPUTE] = figures.compute
+
+    def read_pace(self) -> PaceFigures:
+        return PaceFigures(compute=self._real[_COMPUTE], role=self._signed[_ROLE])
+
     def write_waiting(self, key: int, count: int) -> None:
         self._signed[_WAIT_COUNT] = count
         self._signed[_WAIT_KEY] = key
@@ -162,6 +182,7 @@ class ProgressPage:
         for place in _TABLE:
             self._signed[place + 1] = 0
         self.write_waiting(0, 0)
+        self._real[_COMPUTE] = 0.0
 
     def read_position(self) -> Position:
         signed, real = self._signed, self._real

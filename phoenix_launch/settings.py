@@ -73,6 +73,7 @@ class RunSettings:
     replica_bandwidth: int = 0  # bytes a second, 0: no limit
     encrypt: bool = False
     copy_memory: int = 0  # bytes, 0: what is free
+    replace_stragglers: bool = False
     allow_drills: bool = False
     drills: tuple[str, ...] = ()
 

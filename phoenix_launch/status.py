@@ -51,6 +51,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # starting, parked, running, quiescing, restoring, gone
     step: int | None = None  # null: it does not say
     copies: CopyStatus | None = None  # null: none yet
+    compute_s: float | None = None  # seconds of a step in which it did not wait for others; null: not known yet
+    slow: float | None = None  # how many times as long as its peers' that is; null: it is not slow
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

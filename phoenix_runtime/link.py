@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, Final, SupportsFloat
 
-from phoenix_launch.progress import Phase, ProgressPage
+from phoenix_launch.progress import PaceFigures, Phase, ProgressPage
 
 PROGRESS_VARIABLE: Final = "PHOENIX_PROGRESS"  # the page's path, set by the agent
 
@@ -66,6 +66,13 @@ def typical(seconds: float) -> None:
     page = progress_page()
     if page is not None:
         page.write_typical(seconds)
+
+
+def computing(seconds: float, role: int) -> None:
+    """What a step takes this rank as a rule, its waits for others left out; 0: not known. `role`: whom it is compared with."""
+    page = progress_page()
+    if page is not None:
+        page.write_pace(PaceFigures(compute=seconds, role=role))
 
 
 def allowed(seconds: float) -> None:

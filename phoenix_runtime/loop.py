@@ -134,7 +134,7 @@ class Loop:
         self._entries: dict[int, Captured] = {}  # of the caller's step and of those before it, by version
         self._optimizers = 0  # that have begun to step in this attempt
         self._hooked = False
-        self._pace = Pace()
+        self._pace = Pace(gate)
         self._prepared: weakref.WeakSet[TrainState] = weakref.WeakSet()  # whose first step was
 
     # --- the two verbs -----------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Loop:
         state.finish_step()
         FAULT_POINTS.step = state.step
         link.report(step=state.step)
-        self._pace.finished()
+        self._pace.finished(state)
         self.repair.finished(state)
 
     def run_section(self, state: TrainState, function: Callable[[], T], name: str, seconds: float = 0.0) -> T:

@@ -21,6 +21,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("spare_parked", {"node": "node0", "pid": 8}),
     ("step", {"step": 3, "loss": 0.5, "step_s": 0.1, "tokens": 4096}),
     ("fault", {"kind": "worker", "node": "node0", "ranks": [0, 1], "detail": "killed by SIGKILL"}),
+    ("straggler", {"rank": 2, "node": "node1", "compute_s": 0.3, "median_s": 0.1, "over": False}),
     (
         "swap",
         {"rung": 2, "lost_ranks": [1], "moves": [MOVE], "resumed_step": None, "lost_steps": None}
@@ -59,7 +60,7 @@ def test_events_come_back_typed_and_in_order(tmp_path: Path) -> None:
     events = read_events(tmp_path / "events.jsonl")
     assert len(events) == len(EVENTS)
     assert isinstance(events[4], Fault) and events[4].ranks == (0, 1)
-    assert isinstance(events[5], Swap) and events[5].moves == (RankMove(1, "node0", "node2", "script"),)
+    assert isinstance(events[6], Swap) and events[6].moves == (RankMove(1, "node0", "node2", "script"),)
     assert isinstance(events[-1], JobFinished) and events[-1].generation == SECOND
 
 

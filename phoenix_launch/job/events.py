@@ -90,7 +90,7 @@ Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | 
 class FaultFound:
     """For the journal and the screen. `after`: seconds since it happened, as far as is known.
 
-    kind: "worker", "node", or "hang", whose `node` is -1 when no rank in particular is to blame.
+    kind: "worker", "node", "straggler", or "hang", whose `node` is -1 when no rank in particular is to blame.
     """
 
     kind: str
@@ -99,6 +99,17 @@ class FaultFound:
     detail: str
     cause: Ended | None = None
     after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerFound:
+    """For the journal and the screen: a rank is slow, in seconds of a step, or (`over`) no longer."""
+
+    rank: int
+    node: int
+    compute: float
+    median: float
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +182,7 @@ class Finished:
 
 Action = (
     FaultFound
+    | StragglerFound
     | StacksWanted
     | GenerationBegun
     | StartsAnew

@@ -9,6 +9,7 @@ from phoenix_launch.job.events import FaultFound, StacksTaken, StacksWanted
 from phoenix_launch.job.hangs import Hang, hang
 from phoenix_launch.job.swapping import Swapping
 
+HANG = "hang"
 NOBODY = -1  # the node of a hang in which no rank can be named
 
 
@@ -48,11 +49,11 @@ class Hanging(Swapping):
             node = self.state.holders[rank].node
             self.actions.append(FaultFound(kind="hang", node=node, ranks=(rank,), detail=found.detail, after=found.age))
         if found.culprits:
-            self.state = replace(self.state, condemned=frozenset(found.culprits), stacks_since=self.now)
+            self.state = replace(self.state, condemned=frozenset(found.culprits), stacks_since=self.now, verdict=HANG)
             return
         ranks = tuple(place.rank for place in self.state.places)
         self.actions.append(FaultFound(kind="hang", node=NOBODY, ranks=ranks, detail=found.detail, after=found.age))
-        self.state = replace(self.state, condemned=frozenset(ranks), stacks_since=self.now)
+        self.state = replace(self.state, condemned=frozenset(ranks), stacks_since=self.now, verdict=HANG)
 
     @property
     def _dying(self) -> bool:
@@ -67,4 +68,4 @@ class Hanging(Swapping):
             return
         for rank in state.condemned:
             if holding.held(state, rank):
-                self._lose(state.holders[rank].node, f"rank {rank} hangs there and cannot be ended")
+                self._lose(state.holders[rank].node, f"the process of rank {rank} cannot be ended")

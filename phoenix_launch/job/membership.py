@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_WORKER_FAILED
-from phoenix_launch.job import holding, placement
+from phoenix_launch.job import holding
 from phoenix_launch.job.events import (
     Action,
     Admitted,
@@ -25,10 +25,10 @@ from phoenix_launch.job.events import (
     StopAsked,
     Ticked,
 )
-from phoenix_launch.job.hanging import Hanging
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.stopping import Stopping
+from phoenix_launch.job.straggling import Straggling
 from phoenix_launch.job.transition import silent_since
 from phoenix_launch.messages import NodeReport, NoRoom
 from phoenix_launch.wire import Generation
@@ -50,7 +50,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Hanging, Starting, Stopping):
+class _Transition(Straggling, Starting, Stopping):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -90,7 +90,7 @@ class _Transition(Hanging, Starting, Stopping):
         member = Member(
             index=event.index, name=event.name, domain=event.domain, slots=event.slots, incarnation=event.incarnation,
             spare=event.spare or began, group_rank=event.group_rank, heard=self.now,
-            failures=known.failures if known else 0,
+            failures=known.failures if known else 0, avoided=known is not None and known.avoided,
         )  # fmt: skip
         self.state = replace(self.state, members={**self.state.members, event.index: member})
 
@@ -119,7 +119,8 @@ class _Transition(Hanging, Starting, Stopping):
                 continue
             runtime = holder.runtime if rank.runtime is None else rank.runtime
             at = rank.step if rank.step >= 0 else holder.step
-            new = replace(holder, seen=True, step=at, runtime=runtime, inside=rank.inside, still=rank.still)
+            new = replace(holder, seen=True, step=at, runtime=runtime, inside=rank.inside, still=rank.still,
+                          pace=rank.pace)  # fmt: skip
             if new != holder:
                 news[rank.rank] = new
             if rank.exit is None:
@@ -209,7 +210,7 @@ class _Transition(Hanging, Starting, Stopping):
             self.state = replace(state, leave=True)
         elif self._seat_empty():
             self._refill()
-        elif self._left_behind() or self._hangs():
+        elif self._left_behind() or self._hangs() or self._straggles():
             return
         elif self.now - state.since > state.rules.start_timeout:
             seated = {seat.node for seat in state.lineup}
@@ -265,7 +266,7 @@ class _Transition(Hanging, Starting, Stopping):
         if self.state.swap is not None and not all(holding.held(self.state, rank) for rank in self.state.holders):
             self._repair()
             return
-        refilled = placement.refilled(self.state.lineup, self._seatable(), self.state.rules.seats_min)
+        refilled = self._refilled(self.state.rules.seats_min)
         if refilled is not None and self.state.swap is not None:
             self._swap(holding.lost(self.state))
         elif refilled is not None:

@@ -14,6 +14,7 @@ from phoenix_launch.job.losses import Loss
 from phoenix_launch.job.placement import RankPlace, Seat
 from phoenix_launch.job.recovery import Recovery
 from phoenix_launch.messages import ExitReport, RuntimeReport, Standstill
+from phoenix_launch.progress import PaceFigures
 from phoenix_launch.wire import NO_GENERATION, Generation
 
 SIGTERM = 15
@@ -77,6 +78,7 @@ class Rules:
     replicas: int = 1  # in other failure domains, of what only one of them holds
     replica_distance: int = 1
     snapshot_interval: int = 1  # steps; 0: no copies, AUTO
+    replace_stragglers: bool = False
     worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
 
     @property
@@ -109,6 +111,7 @@ class Member:
     suspect_since: float = 0.0
     failures: int = 0
     left: bool = False
+    avoided: bool = False  # its ranks were moved away: it gets others only where no other node is left
 
     @property
     def alive(self) -> bool:
@@ -147,6 +150,24 @@ class Holder:
     inside: int = -1  # the step that it is in, from 1, -1: none, or not known
     runtime: RuntimeReport | None = None  # None: it has not said that it knows the runtime
     still: Standstill | None = None  # it does not move
+    pace: PaceFigures | None = None  # what it takes for a step
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A rank that computes longer than its peers, or seems to. `since`, `step`: where that (or its end: `calming`) begins."""
+
+    born: Generation
+    since: float
+    step: int
+    compute: float  # seconds of a step
+    median: float  # of its peers
+    told: bool = False
+    calming: bool = False
+
+    @property
+    def factor(self) -> float:
+        return self.compute / self.median if self.median > 0 else float("inf")
 
 
 class Rung(enum.IntEnum):
@@ -208,7 +229,10 @@ class State:
     stacks_since: float | None = None  # since when a hang is looked into
     stacks_seen: Mapping[int, str] = field(default_factory=dict)  # by rank, where it was found then
     stacks_from: frozenset[int] = frozenset()  # nodes that have said it all
-    condemned: frozenset[int] = frozenset()  # ranks that hang: their processes are to be killed
+    condemned: frozenset[int] = frozenset()  # ranks whose processes are to be killed
+    verdict: str = "hang"  # why
+    slow: Mapping[int, Slow] = field(default_factory=dict)  # by rank
+    moved_at: float | None = None  # when a straggler was replaced last
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
     lineage: Lineage = field(default_factory=Lineage)
     losses: Mapping[int, Loss] = field(default_factory=dict)  # how each rank ended last, with the runtime

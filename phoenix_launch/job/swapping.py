@@ -63,7 +63,7 @@ class Swapping(Transition):
             state, holder = self.state, self.state.holders[ended.rank]
             new = loss(ended.report, holder.step)
             if ended.rank in state.condemned:  # said already
-                new = Loss("hang", holder.step, raised=False)
+                new = Loss(state.verdict, holder.step, raised=False)
             else:
                 self.actions.append(
                     FaultFound(
@@ -114,13 +114,19 @@ class Swapping(Transition):
     def _swap(self, lost: frozenset[int]) -> None:
         """Begin the next generation with the processes that are left; or wait with them for a node."""
         state = self.state
-        kept = {rank: holder for rank, holder in state.holders.items() if holder.seen and rank not in lost}
+        lineup = self._refilled(len(state.lineup))
+        homes = {place.rank: place.node for place in placement.places(lineup or state.lineup)}
+        kept = {
+            rank: holder
+            for rank, holder in state.holders.items()
+            if holder.seen and rank not in lost and homes[rank] == holder.node  # else its node is to be left
+        }
+        state = self.state
         same = state.phase is Phase.WAITING and len(kept) == len(state.holders)
         generation = state.generation if same else state.generation.following()
-        lineup = placement.refilled(state.lineup, self._seatable(), len(state.lineup))
         store_node = state.store_node if self._lives(state.store_node) else -1
         if lineup is None:
-            if placement.refilled(state.lineup, self._seatable(), state.rules.seats_min) is not None:
+            if self._refilled(state.rules.seats_min) is not None:
                 self._anew(Rung.FROM_SCRIPT, FEWER_RANKS)  # no bundle is what it was
             elif not same:
                 self._park(replace(state, generation=generation, holders=kept, store_node=store_node))

@@ -48,6 +48,20 @@ class Transition:
             if m.alive
         ]  # fmt: skip
 
+    def _refilled(self, at_least: int) -> tuple[Seat, ...] | None:
+        """Every seat of a node that is gone, or is to be left (which is better than none), goes to another one."""
+        lineup, seatable = self.state.lineup, self._seatable()
+        good = [c for c in seatable if not self.state.members[c.index].avoided]
+        if len(good) < len(seatable):
+            found = placement.refilled(lineup, good, len(lineup))
+            if found is not None:
+                return found
+        found = placement.refilled(lineup, seatable, at_least)
+        for seat in found or ():
+            if self.state.members[seat.node].avoided:
+                self._update(seat.node, avoided=False)
+        return found
+
     def _unfinished(self) -> list[Member]:
         """Nodes of the line-up whose ranks have not all ended well."""
         state = self.state
@@ -87,7 +101,7 @@ class Transition:
         """All run again: empty seats go to spare nodes; else shrink if the user allowed it; else wait for a host."""
         self.state = replace(self.state, ended={})  # a node whose ranks had ended well is missed now, too
         state = self.state
-        lineup = placement.refilled(state.lineup, self._seatable(), state.rules.seats_min)
+        lineup = self._refilled(state.rules.seats_min)
         if lineup is not None:
             self._begin(lineup)
             return

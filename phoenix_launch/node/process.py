@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from phoenix_launch.messages import Standstill
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.trees import Claim
 from phoenix_launch.process_table import STOPPED, kernel_says
-from phoenix_launch.progress import CopyFigures, Progress, ProgressPage
+from phoenix_launch.progress import CopyFigures, PaceFigures, Progress, ProgressPage
 from phoenix_launch.wire import Generation
 
 ERROR_FILE_BYTES: Final = 64 << 10
@@ -117,6 +118,11 @@ class NodeProcess:
 
     def copies(self) -> CopyFigures:
         return self.last_copies if self.page is None else self.page.read_copies()
+
+    def pace(self) -> PaceFigures | None:
+        """None: it has ended, or nothing is known."""
+        pace = None if self.page is None else self.page.read_pace()
+        return pace if pace is not None and pace.compute > 0 and math.isfinite(pace.compute) else None
 
     def _progress(self) -> Progress:
         return self.last if self.page is None else self.page.read()

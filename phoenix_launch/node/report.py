@@ -31,7 +31,10 @@ def rank_report(member: Member, process: NodeProcess, said: RuntimeReport | None
     step, inside = process.step(), process.inside()
     copies = process.copies() if runtime is not None and runtime.holds else None
     still = process.standstill(now) if member.code is None else None
-    return RankReport(rank, member.generation, member.pid, member.state, step, ended, runtime, inside, copies, still)
+    pace = process.pace() if runtime is not None and member.code is None else None
+    return RankReport(
+        rank, member.generation, member.pid, member.state, step, ended, runtime, inside, copies, still, pace
+    )
 
 
 def offer(plan: NodePlan | None, kept: SlotsKept | None) -> tuple[Generation, tuple[KeptSlot, ...]]:

@@ -128,6 +128,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
            also_environment="TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     Option("heartbeat-timeout", _F, _OWN, v.SECONDS, "A node that was silent for this long is lost."),
     Option("hang-timeout", _F, _OWN, v.SECONDS, "When no rank moved for this long, nor for ten steps, one hangs."),
+    Option("replace-stragglers", _F, _OWN, v.SWITCH,
+           "Move the ranks of a node to a spare one when one of them is slow: it computes 1.5 times as long as its peers."),
     Option("spare-timeout", _F, _OWN, v.SECONDS_FROM_0, "How long to wait for a host when no spare is left."),
     Option("orphan-timeout", _F, _OWN, v.SECONDS, "Nodes end when their supervisor was gone for this long."),
     Option("join-timeout", _F, _OWN, v.SECONDS, "How long to wait for the hosts of --nnodes."),

@@ -61,6 +61,16 @@ class Fault(Event, frozen=True, kw_only=True):
     detail: str
 
 
+class Straggler(Event, frozen=True, kw_only=True):
+    """A rank that computes longer in each step than its peers, which wait for it; or (`over`) no longer."""
+
+    rank: int
+    node: str
+    compute_s: float
+    median_s: float  # of its peers
+    over: bool = False
+
+
 class RankMove(msgspec.Struct, frozen=True):
     """A rank that goes on in another process. `source`: where its state came from."""
 
@@ -118,7 +128,8 @@ class JobFinished(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    JobStarted | WorkerStarted | SpareParked | Step | Fault | Swap | Redundancy | Checkpoint | Drill | DrillEnded | JobFinished
+    JobStarted | WorkerStarted | SpareParked | Step | Fault | Straggler | Swap | Redundancy | Checkpoint | Drill | DrillEnded
+    | JobFinished
 )  # fmt: skip
 
 _KINDS: Final[dict[str, type[Event]]] = {_snake(kind.__name__): kind for kind in Event.__subclasses__()}

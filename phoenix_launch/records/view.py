@@ -142,7 +142,7 @@ def _states(ranks: Sequence[RankStatus]) -> str:
 
 def _ranks(ranks: Sequence[RankStatus]) -> str:
     rows = [
-        (str(rank.rank), rank.node, str(rank.pid or ""), rank.state, "" if rank.step is None else str(rank.step),
+        (str(rank.rank), rank.node, str(rank.pid or ""), _rank_state(rank), "" if rank.step is None else str(rank.step),
          *_copies(rank.copies))
         for rank in sorted(ranks, key=lambda rank: rank.rank)
     ]  # fmt: skip
@@ -151,6 +151,10 @@ def _ranks(ranks: Sequence[RankStatus]) -> str:
     if any(rank.copies is not None for rank in ranks):
         shown = len(heading)
     return table(heading[:shown], [row[:shown] for row in rows])
+
+
+def _rank_state(rank: RankStatus) -> str:
+    return rank.state if rank.slow is None else f"{rank.state}, slow {rank.slow:.1f}x"
 
 
 def _copies(copies: CopyStatus | None) -> tuple[str, str, str, str]:

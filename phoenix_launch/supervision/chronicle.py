@@ -181,6 +181,8 @@ class Chronicle:
         match action:
             case job_events.FaultFound():
                 self._fault(action, state, now)
+            case job_events.StragglerFound():
+                self._straggler(action, state, now)
             case job_events.StacksWanted(age):
                 self.console.say(
                     f"phoenix-run: no rank has moved for {age:.0f} s: stacks of all go to {self.folder.stacks_path}"
@@ -221,7 +223,7 @@ class Chronicle:
         ranks = ranks_named(fault.ranks)
         if not name:
             text = fault.detail
-        elif fault.kind in ("worker", "hang"):
+        elif fault.kind != "node":
             text = f"{ranks} on {name} {fault.detail}"
         else:
             text = f"{name} is lost ({fault.detail}), {ranks} with it"
@@ -229,6 +231,19 @@ class Chronicle:
         self.journal.write(
             "fault", state.generation, kind=fault.kind, node=name, ranks=list(fault.ranks), detail=fault.detail
         )
+
+    def _straggler(self, found: job_events.StragglerFound, state: State, now: float) -> None:
+        name = state.members[found.node].name
+        text = f"rank {found.rank} on {name} takes {found.compute:.2f} s for its part of a step, its peers {found.median:.2f} s"
+        if found.over:
+            text = f"rank {found.rank} on {name} is no longer slow"
+        else:
+            self.drills.noticed((found.rank,), now)
+        self.console.say(f"phoenix-run: {text}")
+        self.journal.write(
+            "straggler", state.generation, rank=found.rank, node=name, compute_s=found.compute, median_s=found.median,
+            over=found.over,
+        )  # fmt: skip
 
     def _runs(self, state: State) -> None:
         before = self.repairs.last
@@ -290,7 +305,7 @@ class Chronicle:
                 index=m.index,
                 name=m.name,
                 role="training" if m.index in seated or (not state.lineup and not m.spare) else "spare",
-                state=m.state.value,
+                state=NodeState.DRAINED.value if m.avoided and m.alive else m.state.value,
                 spares=m.parked if m.state is not NodeState.LOST else 0,
                 host=self.hosts.get(m.index, ""),
             )
@@ -310,6 +325,8 @@ class Chronicle:
             state=(found.state if found else ProcessState.STARTING).value,
             step=found.step if found and found.step >= 0 else None,
             copies=_copies(found),
+            compute_s=found.pace.compute if found and found.pace else None,
+            slow=round(state.slow[rank].factor, 2) if rank in state.slow and state.slow[rank].told else None,
         )
 
     def _save(self, status: JobStatus) -> None:

@@ -39,6 +39,8 @@ class Drilled:
 
     def told(self) -> str:
         """For the screen."""
+        if self.detection is not None and self.recovery is None:
+            return f"{self.kind} {self.text}: noticed after {self.detection:.2f} s"
         if self.detection is None or self.recovery is None:
             return f"{self.kind} {self.text}: no fault was found"
         steps = "" if self.lost_steps is None else f", {self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
@@ -70,10 +72,17 @@ class DrillRecord:
                 drilled.found = now
                 return
 
+    def noticed(self, ranks: Iterable[int], now: float) -> None:
+        """Nothing failed, but it was seen that something is wrong with these."""
+        for drilled in self._open:
+            if drilled.rank in set(ranks) and drilled.found is None:
+                drilled.found = now
+                return
+
     def ran(self, now: float, lost_steps: int | None) -> None:
         """All ranks run again."""
         for drilled in self._open:
-            if drilled.found is not None and drilled.ran is None:
+            if drilled.found is not None and drilled.ran is None and drilled.kind not in HARMLESS:
                 drilled.ran, drilled.lost_steps = now, lost_steps
 
     def redundant(self, redundancy: Redundancy, now: float) -> list[Drilled]:

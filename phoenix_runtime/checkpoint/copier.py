@@ -136,7 +136,7 @@ class Copier:
         `withdraw`: called by the thread with tensors, by bundle, that are not equal on its holders; gives the bundles anew.
         After a step without an optimizer (a scaler has skipped it) it waits for that step's copy itself.
         """
-        began = time.monotonic()
+        began, blocked = time.monotonic(), self._gate.blocked.begins()
         with self._changed:
             assert self._footing is not None, "resume() comes first"
             before = self._order
@@ -145,6 +145,7 @@ class Copier:
             while before is not None and not before.over:
                 self._changed.wait(_LOOK_UP)
             self.stalled += time.monotonic() - began
+            self._gate.blocked.ends(blocked)
             self._order = order = Order(self._footing, stamp, bundles, private, marks(), withdraw)
             if self._stopped:
                 order.left.set()
@@ -155,7 +156,7 @@ class Copier:
 
         The copying thread has deadlines of its own for all that it does, and closes the gate when one has passed.
         """
-        began = time.monotonic()
+        began, blocked = time.monotonic(), self._gate.blocked.begins()
         with self._changed:
             order, void_since = self._order, 0.0
             assert order is not None, "begin() comes first"
@@ -169,6 +170,7 @@ class Copier:
                     if time.monotonic() > void_since + _LEAVE:
                         raise self.error or RuntimeError("the copying was stopped, but the step was not aborted")
         self.stalled += time.monotonic() - began
+        self._gate.blocked.ends(blocked)
 
     def end(self) -> None:
         """The process leaves; the thread ends."""

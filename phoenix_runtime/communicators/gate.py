@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from phoenix_runtime.communicators.blocked import Blocked
 from phoenix_runtime.communicators.positions import Positions
 
 
@@ -46,6 +47,7 @@ class Gate:
         self.skipped = 0  # operations that did nothing since the gate was closed
         self.failures = 0  # operations that failed since the gate was opened
         self.positions = Positions()
+        self.blocked = Blocked()
         self.between = 0  # operations that began outside of steps
         self.reason: BaseException | None = None
         # What becomes of whoever is in a collective outside of a step when that fails: it comes back only to raise the error.
@@ -72,6 +74,7 @@ class Gate:
             self.epoch += 1
             self.reason, self.skipped, self.failures = None, 0, 0
         self.positions.begin_anew()
+        self.blocked.disturbed = True
 
     def failed(self, error: Exception, epoch: int) -> None:
         """An operation of this epoch failed. Returns when that is to be kept; raises the error when it is not."""

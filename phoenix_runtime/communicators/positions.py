@@ -26,6 +26,7 @@ class Positions:
         self._places: dict[_Direction, tuple[int, int]] = {}  # -> key, place on the page
         self._main = threading.main_thread().ident
         self._counting = threading.Lock()
+        self.stages: set[int] = set()  # this rank's places in the groups in which it sends to one rank, or hears one
 
     def begun(self, operation: str, group: str, rank: int, arguments: tuple[object, ...]) -> tuple[int, int]:
         """The key of the operation and its number, for `waiting`."""
@@ -39,6 +40,8 @@ class Positions:
             sender, receiver = int(arguments[1]), rank  # type: ignore[call-overload]
         elif operation == "recv_anysource":
             return NOWHERE
+        if sender >= 0:
+            self.stages.add(rank)
         with self._counting:
             key, place = self._place(page, (group, sender, receiver))
             return (key, page.count(place)) if place else NOWHERE

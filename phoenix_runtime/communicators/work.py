@@ -106,6 +106,7 @@ class SwappableWork(_Handle):
             return True
         token = self._gate.enter(self)
         noted = self._gate.positions.waiting(self._position)
+        began = self._gate.blocked.begins()
         failure: Exception | None = None
         try:
             self._over = self._wait(timeout)
@@ -117,6 +118,7 @@ class SwappableWork(_Handle):
                 self._gate.failed(error, self._epoch)
                 self._fill()
         finally:
+            self._gate.blocked.ends(began)
             if noted:
                 self._gate.positions.over()
             self._gate.leave(token)
@@ -160,12 +162,14 @@ class SwappableWork(_Handle):
         outer: Future[Any] = Future(devices=_devices(self._outputs))
         self._open.append(outer)
         token = self._gate.enter(self)
+        self._gate.blocked.future_given()
 
         def over(inner: Future[Any]) -> None:
             try:
                 value = inner.value()
             except Exception as error:
                 value = error.with_traceback(None)
+            self._gate.blocked.future_completed()
             self._settle(outer, value)
             self._gate.leave(token)
 
