@@ -23,6 +23,7 @@ class DrillKind(enum.Enum):
     SLOW = "slow"
     RAISE = "raise"
     EXIT = "exit"
+    FLIP_BITS = "flip-bits"
 
 
 class StatusRequest(Message, frozen=True):

@@ -76,6 +76,17 @@ class NoRoom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replicas: bool = False
 
 
+class OddBits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Not all holders of a bundle have the same bits. `tensor`: the first that differs; `odd`: who has others than most, empty:
+    that cannot be said. Copies of `stamp` are those of the other holders."""
+
+    stamp: Stamp  # with the generation that found it
+    bundle: str
+    tensor: str
+    holders: tuple[int, ...]
+    odd: tuple[int, ...] = ()
+
+
 class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker says that knows the runtime: it can leave a step, be restored and go on."""
 
@@ -95,6 +106,7 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finished: int = -1  # steps that it has finished then
     no_room: NoRoom | None = None  # its copies do not fit
     degraded: str = ""  # why some of its replicas are not where they should be
+    odd: tuple[OddBits, ...] = ()  # found last
     written: Stamp | None = None  # rank 0: a checkpoint that is whole on disk, with the generation that has written it
     halted: int = -1  # the version that is complete, and that it will not leave since the job is about to stop
 
@@ -249,6 +261,7 @@ class Ground(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replicas: int = 1  # of what only one failure domain holds
     distance: int = 1  # to the first of them, in failure domains
     interval: int = 1  # steps between two versions that are copied, 0: none is, settings.AUTO: as many as it takes
+    verify: int = 0  # steps between two comparisons of what several ranks hold, 0: none
 
 
 class NodePlan(Message, frozen=True):

@@ -74,6 +74,7 @@ class RunSettings:
     encrypt: bool = False
     copy_memory: int = 0  # bytes, 0: what is free
     replace_stragglers: bool = False
+    verify_replicas: int = 0  # steps, 0: never
     allow_drills: bool = False
     drills: tuple[str, ...] = ()
 

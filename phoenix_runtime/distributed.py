@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from phoenix_launch.checkpoint.pairs import SlotRefusedError
 from phoenix_launch.copies import Source, Stamp
 from phoenix_launch.local_messages import WorkerPlan
-from phoenix_launch.messages import NoRoom, PlanPhase
+from phoenix_launch.messages import NoRoom, OddBits, PlanPhase
 from phoenix_launch.timeouts import timeout as row
 from phoenix_runtime import communicators, leaving, link, rehearsal
 from phoenix_runtime.checkpoint import private
@@ -23,6 +23,7 @@ from phoenix_runtime.checkpoint.copier import Copier
 from phoenix_runtime.checkpoint.disk import DIRECTORY, Disk
 from phoenix_runtime.checkpoint.halting import Halt
 from phoenix_runtime.checkpoint.talk import LeftError
+from phoenix_runtime.checkpoint.verification import Finding
 from phoenix_runtime.communicators import BACKEND
 from phoenix_runtime.control import Control
 from phoenix_runtime.errors import ScriptError
@@ -147,6 +148,7 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
             degraded=partial(_degraded, control),
             to_disk=disk.durable if disk is not None else None,
             halt=halt,
+            found=partial(_odd_bits, control),
         )
     )
     swaps = Swaps(BACKEND, control, copier[0], rank=rank, world=world, check=LOOP.check, disk=disk)
@@ -162,6 +164,11 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
 
 def _no_room(control: Control, found: NoRoom) -> None:
     control.report(no_room=found)
+
+
+def _odd_bits(control: Control, found: Sequence[Finding], stamp: Stamp) -> None:
+    odd = [OddBits(stamp, each.bundle, each.tensors[0], each.holders, each.odd) for each in found]
+    control.report(odd=tuple(odd))
 
 
 def _degraded(control: Control, why: str) -> None:

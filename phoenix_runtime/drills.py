@@ -1,4 +1,5 @@
-"""Drills that only a worker itself can do: it hangs, is slow, raises or exits in its next step, on the script's own thread."""
+"""Drills that only a worker itself can do: it hangs, is slow, raises, exits or spoils its memory in its next step, on the
+script's own thread."""
 
 from __future__ import annotations
 
@@ -8,11 +9,16 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, cast
+
+import torch
+from torch import Tensor
 
 from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.local_messages import WorkerDrill
 from phoenix_runtime.errors import DrillError
+from phoenix_runtime.state import TrainState
 
 _NEVER: Final = threading.Event()
 _HOUR: Final = 3600
@@ -23,11 +29,18 @@ class Drills:
 
     def __init__(self) -> None:
         self._ordered: deque[WorkerDrill] = deque()
+        self._flips: deque[WorkerDrill] = deque()
         self._factor, self._slow_until = 1.0, 0.0
         self._began = 0.0
 
     def order(self, drill: WorkerDrill) -> None:
-        self._ordered.append(drill)
+        (self._flips if drill.kind is DrillKind.FLIP_BITS else self._ordered).append(drill)
+
+    def at_entry(self, state: TrainState) -> None:
+        """Before anybody looks at what the step begins with."""
+        while self._flips:
+            self._flips.popleft()
+            flip_bits(parameter for _, parameter in state.parameters())
 
     def step_begins(self) -> None:
         """Costs two comparisons when nothing was ordered."""
@@ -57,6 +70,16 @@ class Drills:
                 sys.exit(int(drill.value))
             case _:
                 return
+
+
+def flip_bits(parameters: Iterable[Tensor]) -> None:
+    """Two bits in the middle of the first parameter that has any; nothing that watches changes sees it."""
+    for parameter in parameters:
+        data = parameter.data
+        data = cast(Tensor, data.to_local()) if hasattr(data, "to_local") else data
+        if data.numel() and data.is_contiguous():
+            data.view(-1).view(torch.uint8)[data.nbytes // 2] ^= 0b10010
+            return
 
 
 def _hold_the_lock(seconds: float) -> None:

@@ -142,6 +142,7 @@ class Loop:
     def run_step(self, state: TrainState, function: Callable[[], T]) -> T:
         self._refuse_nesting("run_step")
         self._prepare(state)
+        DRILLS.at_entry(state)
         link.inside(state.step + 1)
         try:
             value = self._until_whole(state, function)

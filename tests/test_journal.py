@@ -23,6 +23,10 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("fault", {"kind": "worker", "node": "node0", "ranks": [0, 1], "detail": "killed by SIGKILL"}),
     ("straggler", {"rank": 2, "node": "node1", "compute_s": 0.3, "median_s": 0.1, "over": False}),
     (
+        "corruption",
+        {"ranks": [2], "holders": [0, 1, 2], "bundle": "ranks 0-2", "tensor": "model.w", "step": 6},
+    ),
+    (
         "swap",
         {"rung": 2, "lost_ranks": [1], "moves": [MOVE], "resumed_step": None, "lost_steps": None}
         | {"phases": {"quiesce": 0.25}, "total": 0.5, "why": ""},
@@ -60,7 +64,7 @@ def test_events_come_back_typed_and_in_order(tmp_path: Path) -> None:
     events = read_events(tmp_path / "events.jsonl")
     assert len(events) == len(EVENTS)
     assert isinstance(events[4], Fault) and events[4].ranks == (0, 1)
-    assert isinstance(events[6], Swap) and events[6].moves == (RankMove(1, "node0", "node2", "script"),)
+    assert isinstance(events[7], Swap) and events[7].moves == (RankMove(1, "node0", "node2", "script"),)
     assert isinstance(events[-1], JobFinished) and events[-1].generation == SECOND
 
 

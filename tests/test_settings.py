@@ -114,6 +114,7 @@ VALUES: list[tuple[str, str, object]] = [
     ("snapshot-interval", "auto", AUTO),
     ("replicas", "2", 2),
     ("replica-distance", "3", 3),
+    ("verify-replicas", "50", 50),
     ("replica-bandwidth", "2G", 2 << 30),
     ("replica-bandwidth", "1M/s", 1 << 20),
     ("copy-memory", "64G", 64 << 30),

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 KINDS: Final = (  # DrillKind's, named here so that the help loads no messages
     "kill-worker", "kill-node", "kill-agent", "kill-server", "kill-supervisor", "fail-spare",
-    "freeze", "hang", "hang-gil", "slow", "raise", "exit",
+    "freeze", "hang", "hang-gil", "slow", "raise", "exit", "flip-bits",
 )  # fmt: skip
 _EXAMPLE: Final = "for example phoenix-run inject-fault {} {}"
-RANKS: Final = ("kill-worker", "hang", "hang-gil", "slow", "raise", "exit")
+RANKS: Final = ("kill-worker", "hang", "hang-gil", "slow", "raise", "exit", "flip-bits")
 VALUED: Final = {"slow": "4", "exit": "3"}  # kinds with a number, and an example of it
 
 
@@ -29,7 +29,8 @@ def inject_fault(
 ) -> int:
     """Harm a running job on purpose: kill, freeze, hang, slow ... a rank or a node.
 
-    To a rank: kill-worker, freeze (SIGSTOP), hang, hang-gil (it keeps python's lock), slow FACTOR, raise, exit CODE.
+    To a rank: kill-worker, freeze (SIGSTOP), hang, hang-gil (it keeps python's lock), slow FACTOR, raise, exit CODE,
+    flip-bits (of a parameter in its memory: see --verify-replicas).
     To a node: kill-node (a power loss), freeze, kill-agent, kill-server (its copies in memory), fail-spare.
     To the job: kill-supervisor.
 

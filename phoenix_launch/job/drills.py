@@ -19,7 +19,8 @@ _NUMBERS = ("--rank", "--after", "--at-step", "--duration")
 
 RANKS: Final = frozenset(
     {
-        DrillKind.KILL_WORKER, DrillKind.HANG, DrillKind.HANG_GIL, DrillKind.SLOW, DrillKind.RAISE, DrillKind.EXIT
+        DrillKind.KILL_WORKER, DrillKind.HANG, DrillKind.HANG_GIL, DrillKind.SLOW, DrillKind.RAISE, DrillKind.EXIT,
+        DrillKind.FLIP_BITS,
     }
 )  # fmt: skip  # what only a rank can be hit by
 EITHER: Final = frozenset({DrillKind.FREEZE})  # a rank alone, or a whole node

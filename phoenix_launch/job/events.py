@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phoenix_launch.job.recovery import Recovery
 from phoenix_launch.job.state import Ended, Outcome, Rung
-from phoenix_launch.messages import NodeReport
+from phoenix_launch.messages import NodeReport, OddBits
 from phoenix_launch.wire import Generation
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | 
 class FaultFound:
     """For the journal and the screen. `after`: seconds since it happened, as far as is known.
 
-    kind: "worker", "node", "straggler", or "hang", whose `node` is -1 when no rank in particular is to blame.
+    kind: "worker", "node", "straggler", "corruption", or "hang", whose `node` is -1 when no rank in particular is to blame.
     """
 
     kind: str
@@ -110,6 +110,13 @@ class StragglerFound:
     compute: float
     median: float
     over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptionFound:
+    """For the journal, and, when nobody can be blamed, for the screen."""
+
+    found: OddBits
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +190,7 @@ class Finished:
 Action = (
     FaultFound
     | StragglerFound
+    | CorruptionFound
     | StacksWanted
     | GenerationBegun
     | StartsAnew

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_WORKER_FAILED
 from phoenix_launch.job import holding
+from phoenix_launch.job.corruption import Corrupted
 from phoenix_launch.job.events import (
     Action,
     Admitted,
@@ -28,7 +29,6 @@ from phoenix_launch.job.events import (
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.stopping import Stopping
-from phoenix_launch.job.straggling import Straggling
 from phoenix_launch.job.transition import silent_since
 from phoenix_launch.messages import NodeReport, NoRoom
 from phoenix_launch.wire import Generation
@@ -50,7 +50,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Straggling, Starting, Stopping):
+class _Transition(Corrupted, Starting, Stopping):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -189,6 +189,7 @@ class _Transition(Straggling, Starting, Stopping):
                 self._lose(index, "its connection closed and it does not answer", silent)
 
     def _settle_running(self) -> None:
+        self._find_corruption()
         state = self.state
         failed = holding.failed(state)
         too_full = holding.no_room(state)

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phoenix_launch.copies import KeptSlot, SlotPeer
+from phoenix_launch.copies import KeptSlot, SlotPeer, Stamp
 from phoenix_launch.job import placement
 from phoenix_launch.job.commit import NO_VERSION, Bundle, Lineage
 from phoenix_launch.job.losses import Loss
 from phoenix_launch.job.placement import RankPlace, Seat
 from phoenix_launch.job.recovery import Recovery
-from phoenix_launch.messages import ExitReport, RuntimeReport, Standstill
+from phoenix_launch.messages import ExitReport, OddBits, RuntimeReport, Standstill
 from phoenix_launch.progress import PaceFigures
 from phoenix_launch.wire import NO_GENERATION, Generation
 
@@ -79,6 +79,7 @@ class Rules:
     replica_distance: int = 1
     snapshot_interval: int = 1  # steps; 0: no copies, AUTO
     replace_stragglers: bool = False
+    verify_replicas: int = 0  # steps, 0: never
     worker_exit_code: bool = False  # --exit-code=worker: the job ends with the code of the worker to blame
 
     @property
@@ -151,6 +152,20 @@ class Holder:
     runtime: RuntimeReport | None = None  # None: it has not said that it knows the runtime
     still: Standstill | None = None  # it does not move
     pace: PaceFigures | None = None  # what it takes for a step
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """Holders of a bundle had different bits. `sound`: nodes with holders of which none was odd."""
+
+    found: OddBits
+    sound: frozenset[int]
+
+    def spoils(self, node: int, bundle: str, stamp: Stamp) -> bool:
+        """Whether that copy may have been written by an odd rank."""
+        at = self.found.stamp
+        older = stamp.generation <= at.generation and stamp.version < at.version
+        return bundle == self.found.bundle and older and node not in self.sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +246,7 @@ class State:
     stacks_from: frozenset[int] = frozenset()  # nodes that have said it all
     condemned: frozenset[int] = frozenset()  # ranks whose processes are to be killed
     verdict: str = "hang"  # why
+    odd: tuple[Odd, ...] = ()  # what was found to be corrupt
     slow: Mapping[int, Slow] = field(default_factory=dict)  # by rank
     moved_at: float | None = None  # when a straggler was replaced last
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said

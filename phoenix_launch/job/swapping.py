@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from phoenix_launch.errors import EXIT_WORKER_FAILED
-from phoenix_launch.job import holding, placement, recovery
+from phoenix_launch.job import holding, odd_bits, placement, recovery
 from phoenix_launch.job.commit import NO_VERSION
 from phoenix_launch.job.events import (
     CommunicatorsKnown,
@@ -254,8 +254,9 @@ class Swapping(Transition):
         if {rank for bundle in state.bundles for rank in bundle.holders} != set(places):
             return None
         return recovery.plan(
-            state.bundles, survivors, holding.offered(state), places, state.lineage, from_holders=False
-        )
+            state.bundles, survivors, odd_bits.trusted(holding.offered(state), state.odd), places, state.lineage,
+            from_holders=False,
+        )  # fmt: skip
 
     def _resume_at(self, version: int) -> None:
         """Where this generation goes on; with that, whatever lies beyond is void, whether it comes to run or not."""

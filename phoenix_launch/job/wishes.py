@@ -128,6 +128,7 @@ def ground(state: State) -> Ground | None:
         state.rules.replicas,
         state.rules.replica_distance,
         state.rules.snapshot_interval,
+        state.rules.verify_replicas,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the options of checkpoints on disk mean together: refused before anything starts, and told to the workers."""
+"""What the options of copies and checkpoints mean together: refused before anything starts, and told to the workers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from phoenix_launch.settings import RunSettings
 
 def check_checkpoints(settings: RunSettings) -> None:
     """Raises UsageError. Looks at the folder as far as it is there on this machine."""
+    if settings.verify_replicas and settings.snapshot_interval == 0:
+        raise UsageError(
+            "--verify-replicas does nothing without copies in memory",
+            hint="who has other bits is restored from a copy: leave --snapshot-interval 0 out",
+        )
     given = [
         f"--{name.replace('_', '-')}" for name in ("checkpoint_interval", "resume", "keep") if name in settings.given
     ]

@@ -147,6 +147,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
     Option("replicas", _C, _OWN, v.COUNT,
            "Copies in other failure domains of what only one of them holds; 0: a lost node's state is lost."),
     Option("replica-distance", _C, _OWN, v.COUNT_FROM_1, "The first of them is this many failure domains on."),
+    Option("verify-replicas", _C, _OWN, v.COUNT,
+           "Every N steps compare what several ranks hold; who has other bits than most is replaced; 0: never."),
     Option("replica-bandwidth", _C, _OWN, v.BANDWIDTH,
            "Send replicas at no more than this many bytes a second from each node, such as 2G (0: no limit)."),
     Option("encrypt", _C, _OWN, v.SWITCH, "Encipher what nodes send each other of the training state."),

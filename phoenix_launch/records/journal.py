@@ -71,6 +71,16 @@ class Straggler(Event, frozen=True, kw_only=True):
     over: bool = False
 
 
+class Corruption(Event, frozen=True, kw_only=True):
+    """Holders of a bundle do not have the same bits at the entry of this step. `ranks`: who has others than most."""
+
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+    bundle: str
+    tensor: str  # the first one
+    step: int
+
+
 class RankMove(msgspec.Struct, frozen=True):
     """A rank that goes on in another process. `source`: where its state came from."""
 
@@ -128,8 +138,8 @@ class JobFinished(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    JobStarted | WorkerStarted | SpareParked | Step | Fault | Straggler | Swap | Redundancy | Checkpoint | Drill | DrillEnded
-    | JobFinished
+    JobStarted | WorkerStarted | SpareParked | Step | Fault | Straggler | Corruption | Swap | Redundancy | Checkpoint | Drill
+    | DrillEnded | JobFinished
 )  # fmt: skip
 
 _KINDS: Final[dict[str, type[Event]]] = {_snake(kind.__name__): kind for kind in Event.__subclasses__()}

@@ -19,9 +19,10 @@ from phoenix_launch.job import holding
 from phoenix_launch.job.drills import Target
 from phoenix_launch.job.events import Action
 from phoenix_launch.job.last_words import born, files_about, summary
+from phoenix_launch.job.odd_bits import unclear
 from phoenix_launch.job.redundancy import Redundancy, redundancy
 from phoenix_launch.job.state import Ended, NodeState, Outcome, Phase, Rung, State
-from phoenix_launch.messages import NodeReport, ProcessState, Published, RankReport, StackTrace
+from phoenix_launch.messages import NodeReport, OddBits, ProcessState, Published, RankReport, StackTrace
 from phoenix_launch.records.folders import JobFolder, settings_document
 from phoenix_launch.records.journal import Journal
 from phoenix_launch.settings import RunSettings
@@ -183,6 +184,8 @@ class Chronicle:
                 self._fault(action, state, now)
             case job_events.StragglerFound():
                 self._straggler(action, state, now)
+            case job_events.CorruptionFound(found):
+                self._corruption(found, state, now)
             case job_events.StacksWanted(age):
                 self.console.say(
                     f"phoenix-run: no rank has moved for {age:.0f} s: stacks of all go to {self.folder.stacks_path}"
@@ -243,6 +246,15 @@ class Chronicle:
         self.journal.write(
             "straggler", state.generation, rank=found.rank, node=name, compute_s=found.compute, median_s=found.median,
             over=found.over,
+        )  # fmt: skip
+
+    def _corruption(self, found: OddBits, state: State, now: float) -> None:
+        if not found.odd:
+            self.drills.noticed(found.holders, now)
+            self.console.say(f"phoenix-run: {unclear(found)}")
+        self.journal.write(
+            "corruption", state.generation, ranks=list(found.odd), holders=list(found.holders), bundle=found.bundle,
+            tensor=found.tensor, step=found.stamp.version + 1,
         )  # fmt: skip
 
     def _runs(self, state: State) -> None:

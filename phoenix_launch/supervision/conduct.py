@@ -203,6 +203,7 @@ def _rules(job: Job) -> Rules:
         replica_distance=settings.replica_distance,
         snapshot_interval=settings.snapshot_interval,
         save_timeout=timeout("emergency_save") if settings.checkpoint_dir else 0.0,
+        verify_replicas=settings.verify_replicas,
         replace_stragglers=settings.replace_stragglers,
         worker_exit_code=settings.exit_code == "worker",
         master_port=settings.master_port or 0 if not settings.standalone and not seats else 0,

@@ -26,8 +26,9 @@ from phoenix_launch.copies import Stamp
 from phoenix_launch.job import commit
 from phoenix_launch.messages import NoRoom
 from phoenix_launch.timeouts import timeout
+from phoenix_launch.wording import ranks_named
 from phoenix_runtime import link
-from phoenix_runtime.checkpoint import fingerprints
+from phoenix_runtime.checkpoint import fingerprints, verification
 from phoenix_runtime.checkpoint.bundles import Bundle
 from phoenix_runtime.checkpoint.cadence import Cadence
 from phoenix_runtime.checkpoint.filling import CopyFailedError, Filler, Footing, Left, Order
@@ -35,11 +36,13 @@ from phoenix_runtime.checkpoint.fingerprints import Rows
 from phoenix_runtime.checkpoint.halting import Halt
 from phoenix_runtime.checkpoint.memory import marks
 from phoenix_runtime.checkpoint.private import Private
+from phoenix_runtime.checkpoint.verification import Finding, Verdict
 from phoenix_runtime.communicators.gate import Gate, StepAborted
 from phoenix_runtime.fault_points import FAULT_POINTS
 
 _LOOK_UP: Final = 0.05  # seconds; the gate may be closed by who does not know of us
 _LEAVE: Final = timeout("abort")
+_NOTICE: Final = timeout("notice")
 
 
 class ToDisk(Protocol):
@@ -82,15 +85,17 @@ class Copier:
         degraded: Callable[[str], None] = lambda _: None,
         to_disk: ToDisk | None = None,
         halt: Halt | None = None,
+        found: Callable[[Sequence[Finding], Stamp], None] = lambda *_: None,
     ) -> None:
         """`seconds`: for how long a server that does not keep a copy is asked again. Called by the thread: `no_room`, when a
-        node's memory is too small, which ends the copying; `degraded`, when a node takes no replicas, empty: it does again."""
+        node's memory is too small, which ends the copying; `degraded`, when a node takes no replicas, empty: it does again;
+        `found`, when not all holders of a bundle have the same bits."""
         self.complete = commit.NO_VERSION  # the newest version that is known to be complete, in this generation
         self.stalled = 0.0  # seconds that the main thread waited, all together
         self.error: BaseException | None = None  # why a version could not be copied; the gate was closed with it
         self._gate, self._group = gate, group
         self._filler = Filler(job, rank, seconds, no_room, degraded)
-        self._to_disk, self._halt = to_disk, halt or Halt()
+        self._to_disk, self._halt, self._found = to_disk, halt or Halt(), found
         self._changed = threading.Condition()
         self._footing: Footing | None = None
         self._order: Order | None = None  # the last one
@@ -222,20 +227,28 @@ class Copier:
         FAULT_POINTS.reached("agreed")
         self._know_complete(decided.complete)
         in_memory = order.footing.ground.interval != 0
-        if self._group is not None and order.withdraw is not None and fingerprints.is_due(version):
-            self._compare(order, order.withdraw)
+        verdict = Verdict()
+        if self._group is not None and order.withdraw is not None:
+            if self._verifies(order):
+                verdict = self._verify(order, order.withdraw)
+            elif fingerprints.is_due(version):
+                self._compare(order, order.withdraw)
         if decided.copy and in_memory:
             began = time.monotonic()
             self._filler.fill(order, self.complete)
             self._sealed = version
             self._took(order, began)
-        if (decided.first or decided.halt) and in_memory:  # no other to fall back on: it has to be complete everywhere
+        if (decided.first or decided.halt or order.odd) and in_memory:  # no other to fall back on: complete everywhere
             self._know_complete(self._round(order)[0].complete)
             if self.complete < order.stamp.version:
                 raise CopyFailedError(f"version {order.stamp.version} is not complete on all nodes")
+        if verdict.findings:
+            self._found(verdict.findings, Stamp(order.footing.generation, version))
         if decided.halt and in_memory:
             self._halt.keep(version, order.left)
             order.check()
+        elif order.odd:
+            self._await_replacement(order)
         if disk is not None and writes:
             order.check()
             assert order.private is not None
@@ -264,10 +277,40 @@ class Copier:
             event.synchronize()
         found = fingerprints.differing(order.bundles, lambda rows: self._exchanged(order, rows))
         if found:
-            order.bundles = withdraw(found)
-            if order.private is not None:
-                names = {*order.private.withdrawn, *chain.from_iterable(found.values())}
-                order.private = replace(order.private, withdrawn=tuple(sorted(names)))
+            self._withdraw(order, withdraw, found)
+
+    def _withdraw(
+        self,
+        order: Order,
+        withdraw: Callable[[Mapping[str, tuple[str, ...]]], Sequence[Bundle]],
+        found: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        order.bundles = withdraw(found)
+        if order.private is not None:
+            names = {*order.private.withdrawn, *chain.from_iterable(found.values())}
+            order.private = replace(order.private, withdrawn=tuple(sorted(names)))
+
+    def _verifies(self, order: Order) -> bool:
+        return verification.is_due(order.stamp.version, order.footing.ground.verify)
+
+    def _verify(self, order: Order, withdraw: Callable[[Mapping[str, tuple[str, ...]]], Sequence[Bundle]]) -> Verdict:
+        """Whether that is still so. Who has other bits than most fills nothing that others hold: the copies are intact."""
+        for event in order.ready:
+            event.synchronize()
+        verdict = verification.verified(order.bundles, lambda rows: self._exchanged(order, rows))
+        order.odd = verdict.blamed
+        if verdict.unclear:
+            self._withdraw(order, withdraw, verdict.unclear)
+        return verdict
+
+    def _await_replacement(self, order: Order) -> None:
+        """The first optimizer waits meanwhile: what has come from a rank with other bits counts for nothing."""
+        if not order.left.wait(_NOTICE):
+            ranks = ranks_named(sorted(order.odd))
+            raise CopyFailedError(
+                f"{ranks} had other bits than the other holders and were not replaced in {_NOTICE:g} s"
+            )
+        raise Left
 
     def _exchanged(self, order: Order, rows: Rows) -> list[Rows]:
         """All ranks' rows. Void when the gate closes meanwhile."""
@@ -295,7 +338,10 @@ class Copier:
         meanwhile: then nobody knows what was said."""
         version, sealed = order.stamp.version, self._sealed
         order.check()
-        ready, halt = self._cadence.ready(version), self._halt.asked
+        ready, halt = (
+            self._cadence.ready(version) or self._verifies(order),
+            self._halt.asked,
+        )  # what was compared is copied
         votes = [commit.Vote(version, sealed, ready, halt)]
         if self._group is not None:
             epoch = self._gate.epoch

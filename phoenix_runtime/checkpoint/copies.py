@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phoenix_launch.job import commit
 from phoenix_launch.messages import Ground
@@ -42,6 +42,18 @@ def copies_of(
         elif not replicas:
             found.append(OwnCopy(bundle.key, (), here.index(rank), len(here)))
     return tuple(found)
+
+
+def sound(rank: int, holds: Iterable[commit.Bundle], odd: Collection[int]) -> list[commit.Bundle]:
+    """What this rank holds, for those who may fill it: `odd` ranks have other bits in something that others hold, too."""
+    if not odd:
+        return list(holds)
+    found = []
+    for bundle in holds:
+        left = tuple([holder for holder in bundle.holders if holder not in odd]) or bundle.holders
+        if rank in left:
+            found.append(replace(bundle, holders=left))
+    return found
 
 
 def slice_of(sizes: Sequence[int], part: int, parts: int) -> range:

@@ -26,7 +26,7 @@ from phoenix_launch.timeouts import timeout
 from phoenix_launch.wire import Generation
 from phoenix_runtime import link
 from phoenix_runtime.checkpoint.bundles import Bundle, private_bundle
-from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of, nodes_of, slice_of
+from phoenix_runtime.checkpoint.copies import OwnCopy, copies_of, nodes_of, slice_of, sound
 from phoenix_runtime.checkpoint.memory import SlotTargets, data_sum, entry, local
 from phoenix_runtime.checkpoint.private import Private, encoded
 from phoenix_runtime.fault_points import FAULT_POINTS
@@ -75,6 +75,9 @@ class Order:
     private: Private | None
     ready: list[torch.Event]
     withdraw: Callable[[Mapping[str, tuple[str, ...]]], Sequence[Bundle]] | None = None  # what is not equal after all
+    odd: frozenset[int] = (
+        frozenset()
+    )  # ranks that have other bits than most holders: they fill nothing that others hold
     waited_from: float = 0.0  # when the main thread began to wait for it
     left: threading.Event = field(default_factory=threading.Event)
     over: bool = False
@@ -100,7 +103,7 @@ class _Part:
         return slot_size(self.layout, len(self.extras))
 
 
-_Plan: TypeAlias = tuple[Footing | None, tuple[str, ...], frozenset[int], tuple[OwnCopy, ...]]
+_Plan: TypeAlias = tuple[Footing | None, tuple[str, ...], frozenset[int], frozenset[int], tuple[OwnCopy, ...]]
 
 
 class Filler:
@@ -117,7 +120,7 @@ class Filler:
         self._no_room, self._degraded = no_room, degraded
         self._lock = threading.Lock()  # of `_link`, which others interrupt
         self._link: SlotsLink | None = None
-        self._plan: _Plan = (None, (), frozenset(), ())
+        self._plan: _Plan = (None, (), frozenset(), frozenset(), ())
         self._avoided: dict[int, tuple[float, float]] = {}  # by node: until when, and for how long
         self._targets = SlotTargets()
         self._figures = CopyFigures()
@@ -236,12 +239,13 @@ class Filler:
     def _own_copies(self, order: Order) -> tuple[OwnCopy, ...]:
         keys = tuple([bundle.key for bundle in order.bundles])
         avoided = self._avoided_now()
-        footing, known, without, copies = self._plan
-        if footing is not order.footing or (known, without) != (keys, avoided):
+        footing, known, without, odd, copies = self._plan
+        if footing is not order.footing or (known, without, odd) != (keys, avoided, order.odd):
             ground = order.footing.ground
-            holds = [*(bundle.described for bundle in order.bundles), private_bundle(self._rank)]
+            holds = [*sound(self._rank, [bundle.described for bundle in order.bundles], order.odd)]
+            holds.append(private_bundle(self._rank))
             copies = copies_of(self._rank, holds, ground, avoided)
-            self._plan = (order.footing, keys, avoided, copies)
+            self._plan = (order.footing, keys, avoided, order.odd, copies)
             fewest = min(len(nodes_of(bundle, ground, avoided)) for bundle in holds)
             self._figures = CopyFigures(
                 state=self._figures.state, copied=self._figures.copied, sent=self._figures.sent, holders=fewest

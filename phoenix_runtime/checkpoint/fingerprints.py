@@ -38,18 +38,18 @@ def differing(held: Sequence[Bundle], exchange: Exchange) -> dict[str, tuple[str
     """
     shared = [bundle for bundle in held if len(bundle.holders) > 1]
     sums = {bundle.key: [tensor_sum(part) for part in bundle.now()[1]] for bundle in shared}
-    whole = exchange([(_number(bundle.key), _of(bundle, sums[bundle.key])) for bundle in shared])
+    whole = exchange([(number_of(bundle.key), bundle_sum(bundle, sums[bundle.key])) for bundle in shared])
     if not unequal(whole):
         return {}
     suspect = unequal(whole)
     single = exchange([
-        (_number(f"{bundle.key} {name}"), found)
-        for bundle in shared if _number(bundle.key) in suspect
+        (number_of(f"{bundle.key} {name}"), found)
+        for bundle in shared if number_of(bundle.key) in suspect
         for (name, _), found in zip(bundle.tensors, sums[bundle.key], strict=True)
     ])  # fmt: skip
     wrong = unequal(single)
     names = {
-        bundle.key: tuple([name for name, _ in bundle.tensors if _number(f"{bundle.key} {name}") in wrong])
+        bundle.key: tuple([name for name, _ in bundle.tensors if number_of(f"{bundle.key} {name}") in wrong])
         for bundle in shared
     }
     return {key: found for key, found in names.items() if found}
@@ -85,14 +85,14 @@ def withdrawal(found: Mapping[str, tuple[str, ...]]) -> str:
     )
 
 
-def _of(bundle: Bundle, sums: Sequence[int]) -> int:
+def bundle_sum(bundle: Bundle, sums: Sequence[int]) -> int:
     digest = hashlib.blake2b(bundle.layout.digest.encode(), digest_size=_WORD)
     for value in sums:
         digest.update(value.to_bytes(_WORD, "little", signed=True))
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _number(text: str) -> int:
+def number_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_WORD).digest(), "little", signed=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -26,9 +27,16 @@ from phoenix_runtime.checkpoint.fingerprints import (
 )
 
 SECONDS = 20.0
+T = TypeVar("T")
 
 
 def compared(held: Sequence[Sequence[Bundle]]) -> list[dict[str, tuple[str, ...]]]:
+    return exchanged(differing, held)
+
+
+def exchanged(
+    compare: Callable[[Sequence[Bundle], Callable[[Rows], Sequence[Rows]]], T], held: Sequence[Sequence[Bundle]]
+) -> list[T]:
     """What each rank finds, and that all took part in the same exchanges."""
     every: list[list[Rows | None]] = []
     meeting = threading.Barrier(len(held), timeout=SECONDS)
@@ -48,7 +56,7 @@ def compared(held: Sequence[Sequence[Bundle]]) -> list[dict[str, tuple[str, ...]
         return exchange
 
     with ThreadPoolExecutor(len(held)) as pool:
-        return list(pool.map(lambda rank: differing(held[rank], exchange_of(rank)), range(len(held))))
+        return list(pool.map(lambda rank: compare(held[rank], exchange_of(rank)), range(len(held))))
 
 
 def bundle(key: str, holders: tuple[int, ...], **tensors: Tensor) -> Bundle:
