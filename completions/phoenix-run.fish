@@ -2,7 +2,7 @@
 
 function __phoenix_run_verb
     set -l words (commandline -opc)
-    if test (count $words) -gt 1; and contains -- $words[2] run status jobs logs stop inject-fault config keygen completion
+    if test (count $words) -gt 1; and contains -- $words[2] run status jobs logs stop inject-fault drill config keygen completion
         echo $words[2]
     else
         echo run
@@ -20,6 +20,7 @@ complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a jobs -d 'L
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a logs -d 'Show what the workers of a job wrote.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a stop -d 'End a job as SIGTERM would, and wait until it has ended.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a inject-fault -d 'Harm a running job on purpose: kill, freeze, hang, slow ... a rank or a node.'
+complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a drill -d 'Do the drills of a file on a running job, one after the other, and say what became of each.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a config -d 'Show every option of a run with its value and where the value comes from.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a keygen -d 'Print a fresh key for PHOENIX_JOB_KEY.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a completion -d 'Print the completion script of a shell: bash, zsh or fish.'
@@ -107,10 +108,18 @@ complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l rank -x
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l node -x -d 'The node that is harmed: its index or its name.'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l job -x -a '(__phoenix_run_jobs)' -d 'The same as JOB after KIND.'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l duration -x -d 'Seconds until a freeze, a hang or a slowness is over.'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l every -x -d 'Again every T seconds, until the job ends.'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l count -x -d 'So many times at most, with --every or --mtbf.'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l mtbf -x -d 'At random times, T seconds apart on average.'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l seed -x -d 'Of random times and targets. [0]'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l dry-run -d 'Only say what would be harmed.'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -s h -l help -d 'show this and exit'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault; and __fish_seen_subcommand_from kill-worker kill-node kill-agent kill-server kill-supervisor fail-spare freeze hang hang-gil slow raise exit flip-bits' -f -a '(__phoenix_run_jobs)'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault; and not __fish_seen_subcommand_from kill-worker kill-node kill-agent kill-server kill-supervisor fail-spare freeze hang hang-gil slow raise exit flip-bits' -f -a 'kill-worker kill-node kill-agent kill-server kill-supervisor fail-spare freeze hang hang-gil slow raise exit flip-bits'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = drill' -l plan -x -d 'The drills, one a line.'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = drill' -l patience -x -d 'Seconds until a drill must be over. [300]'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = drill' -s h -l help -d 'show this and exit'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = drill' -f
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = config' -l nproc-per-node -x -a 'auto cpu gpu xpu' -d 'Workers on each node: a number, or as many as there are GPUs or CPUs (auto: GPUs, else CPUs).'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = config' -l module -s m -d 'SCRIPT is a module, run as by python -m.'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = config' -l no-python -d 'SCRIPT is any program, run as it is.'

@@ -45,3 +45,33 @@ def test_what_never_became_a_fault_or_was_never_safe_again_is_said_so() -> None:
     record.ran(11.0, 0)
     assert record.redundant(Redundancy(DEGRADED, "one failure domain"), 12.0) == []
     assert record.ended()[0].told().endswith("0 steps lost, not fully redundant since")
+
+
+def test_what_harms_nobody_is_over_after_its_duration() -> None:
+    record = DrillRecord()
+    record.began(Drilled("slow", "3 on rank 1 on node0", 0, 1, 10.0, duration=5.0))
+    record.began(Drilled("slow", "3 on rank 0 on node0", 0, 0, 10.0))  # to the end of the job
+    record.began(Drilled("fail-spare", "node0", 0, -1, 10.0))
+    assert record.redundant(Redundancy(FULL), 11.0) == []
+    assert [each.kind for each in record.redundant(Redundancy(FULL), 12.5)] == ["fail-spare"]
+    record.noticed((1,), 13.0)
+    (slow,) = record.redundant(Redundancy(FULL), 15.0)
+    assert slow.told() == "slow 3 on rank 1 on node0: noticed after 3.00 s"
+    assert [each.rank for each in record.ended()] == [0]
+
+
+def test_what_was_noticed_without_anybody_failing_is_over() -> None:
+    record = DrillRecord()
+    record.began(drilled("flip-bits"))
+    record.noticed((0, 1), 10.5)
+    (done,) = record.redundant(Redundancy(FULL), 10.6)
+    assert (done.detection, done.recovery) == (0.5, None)
+
+
+def test_a_job_that_was_not_redundant_before_need_not_be_so_after() -> None:
+    record = DrillRecord()
+    record.began(Drilled("exit", "rank 1 on node0", 0, 1, 10.0, before=DEGRADED))
+    record.fault(0, (1,), 10.5)
+    record.ran(11.0, 0)
+    assert record.redundant(Redundancy(RESTORING), 11.1) == []
+    assert len(record.redundant(Redundancy(DEGRADED, "1 failure domain for 1 replica"), 11.2)) == 1

@@ -9,6 +9,8 @@ import click
 
 from phoenix_launch.cli.asking import ask
 from phoenix_launch.cli.command import Command, nearest
+from phoenix_launch.cli.fault_schedule import Times
+from phoenix_launch.cli.fault_schedule import run as run_schedule
 from phoenix_launch.errors import EXIT_OK, UsageError
 from phoenix_launch.records.folders import choose, jobs_root
 
@@ -25,7 +27,17 @@ VALUED: Final = {"slow": "4", "exit": "3"}  # kinds with a number, and an exampl
 
 
 def inject_fault(
-    kind: str, words: tuple[str, ...], rank: str | None, node: str, named: str, duration: str, dry_run: bool
+    kind: str,
+    words: tuple[str, ...],
+    rank: str | None,
+    node: str,
+    named: str,
+    duration: str,
+    dry_run: bool,
+    every: str = "",
+    count: str = "",
+    mtbf: str = "",
+    seed: str = "",
 ) -> int:
     """Harm a running job on purpose: kill, freeze, hang, slow ... a rank or a node.
 
@@ -34,11 +46,14 @@ def inject_fault(
     To a node: kill-node (a power loss), freeze, kill-agent, kill-server (its copies in memory), fail-spare.
     To the job: kill-supervisor.
 
+    Again and again with --every or --mtbf, until the job ends: then without a target it is a random one.
+
     The job must have been started with --allow-drills, except for --dry-run. Without JOB: the one that runs.
     """
     from phoenix_launch.command_messages import Answer, FaultRequest
 
-    found, number, job = _kind(kind), "", ""
+    found, number, job, times = _kind(kind), "", "", Times(every, count, mtbf, seed)
+    times.check()
     if kind in VALUED and words:
         number, *words_left = words
         words = tuple(words_left)
@@ -49,7 +64,7 @@ def inject_fault(
     if kind == "kill-supervisor":
         if rank is not None or node:
             raise UsageError("kill-supervisor harms no rank and no node", hint="leave --rank and --node out")
-    elif (rank is None) == (not node):
+    elif (rank is None) == (not node) and not (times.given and rank is None):
         raise UsageError(f"{kind}: give one of --rank R and --node N", hint=_EXAMPLE.format(kind, _target(kind)))
     elif node and kind in RANKS:
         raise UsageError(
@@ -64,6 +79,8 @@ def inject_fault(
             f"job {folder.job} does not run: there is nothing to harm",
             hint="start one with `phoenix-run --allow-drills SCRIPT`",
         )
+    if times.given:
+        return run_schedule(folder, request, times)
     answer = ask(folder, "control", request)
     print(answer.text if isinstance(answer, Answer) and answer.text else f"{kind}: done")
     return EXIT_OK
@@ -119,6 +136,10 @@ command = Command(
         click.Option(
             ["--duration"], metavar="T", default="", help="Seconds until a freeze, a hang or a slowness is over."
         ),
+        click.Option(["--every"], metavar="T", default="", help="Again every T seconds, until the job ends."),
+        click.Option(["--count"], metavar="N", default="", help="So many times at most, with --every or --mtbf."),
+        click.Option(["--mtbf"], metavar="T", default="", help="At random times, T seconds apart on average."),
+        click.Option(["--seed"], metavar="S", default="", help="Of random times and targets. [0]"),
         click.Option(["--dry-run"], is_flag=True, help="Only say what would be harmed."),
     ],
 )

@@ -24,6 +24,7 @@ RANKS: Final = frozenset(
     }
 )  # fmt: skip  # what only a rank can be hit by
 EITHER: Final = frozenset({DrillKind.FREEZE})  # a rank alone, or a whole node
+HARMLESS: Final = frozenset({DrillKind.SLOW, DrillKind.KILL_SERVER, DrillKind.FAIL_SPARE})  # no fault follows
 VALUED: Final = {DrillKind.SLOW: (1.0, 1000.0), DrillKind.EXIT: (0.0, 255.0)}  # kinds with a number, and its limits
 
 

@@ -155,10 +155,11 @@ class Chronicle:
             self._told = found
             self.journal.write("redundancy", state.generation, state=found.word, why=found.why)
 
-    def drill(self, kind: str, target: Target, state: State) -> None:
+    def drill(self, kind: str, target: Target, state: State, duration: float = 0.0) -> None:
         self.console.say(f"phoenix-run: drill: {kind} {target.text}")
         self.journal.write("drill", state.generation, kind=kind, target=target.text)
-        self.drills.began(Drilled(kind, target.text, target.node, target.rank, time.monotonic()))
+        before = redundancy(state).word
+        self.drills.began(Drilled(kind, target.text, target.node, target.rank, time.monotonic(), duration, before))
 
     def _drilled(self, ended: list[Drilled], state: State) -> None:
         for drilled in ended:

@@ -6,9 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from phoenix_launch.job.redundancy import FULL, Redundancy
+from phoenix_launch.command_messages import DrillKind
+from phoenix_launch.job import drills
+from phoenix_launch.job.redundancy import FULL, RESTORING, Redundancy
 
-HARMLESS: Final = frozenset({"slow", "kill-server", "fail-spare"})  # to training: no fault follows
+HARMLESS: Final = frozenset(kind.value for kind in drills.HARMLESS)
+ENDLESS: Final = frozenset({DrillKind.SLOW.value})  # without a duration: to the end
+SETTLED: Final = (
+    2.0  # seconds until a drill that harms nobody is over, when it has no duration: what it took is missed by then
+)
 
 
 @dataclass(slots=True)
@@ -20,10 +26,19 @@ class Drilled:
     node: int
     rank: int
     at: float
+    duration: float = 0.0
+    before: str = FULL  # how redundant the job was
     found: float | None = None
     ran: float | None = None
     safe: float | None = None
     lost_steps: int | None = None
+    until: float | None = None  # it is over then, if no fault has followed
+
+    def is_safe(self, word: str) -> bool:
+        return word == FULL or (word == self.before and word != RESTORING)
+
+    def is_past(self, now: float) -> bool:
+        return self.ran is None and self.until is not None and now >= self.until
 
     @property
     def detection(self) -> float | None:
@@ -60,6 +75,8 @@ class DrillRecord:
     _open: list[Drilled] = field(default_factory=list)
 
     def began(self, drilled: Drilled) -> None:
+        if drilled.kind in HARMLESS and (drilled.duration or drilled.kind not in ENDLESS):
+            drilled.until = drilled.at + max(drilled.duration, SETTLED)
         self._open.append(drilled)
 
     def fault(self, node: int, ranks: Iterable[int], now: float) -> None:
@@ -77,6 +94,7 @@ class DrillRecord:
         for drilled in self._open:
             if drilled.rank in set(ranks) and drilled.found is None:
                 drilled.found = now
+                drilled.until = now if drilled.kind not in HARMLESS else drilled.until
                 return
 
     def ran(self, now: float, lost_steps: int | None) -> None:
@@ -86,12 +104,14 @@ class DrillRecord:
                 drilled.ran, drilled.lost_steps = now, lost_steps
 
     def redundant(self, redundancy: Redundancy, now: float) -> list[Drilled]:
-        """Those that are over now: the job is as safe as it can be."""
-        if redundancy.word != FULL:
-            return []
-        done = [drilled for drilled in self._open if drilled.ran is not None]
+        """Those that are over now: the job is as safe as it was before, or as it can be."""
+        done = [
+            drilled
+            for drilled in self._open
+            if (drilled.ran is not None or drilled.is_past(now)) and drilled.is_safe(redundancy.word)
+        ]
         for drilled in done:
-            drilled.safe = now
+            drilled.safe = now if drilled.ran is not None else None
             self._open.remove(drilled)
         return done
 

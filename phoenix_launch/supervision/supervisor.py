@@ -341,7 +341,7 @@ class Supervisor:
             return Answer(True, f"would {text}")
         if request.kind is DrillKind.KILL_NODE:
             self._powered_off.add(target.node)  # a host that lost power does not come back by itself
-        self.chronicle.drill(request.kind.value, target, self.state)
+        self.chronicle.drill(request.kind.value, target, self.state, request.duration)
         if request.kind is DrillKind.KILL_SUPERVISOR:
             self._dies_at = self.clock.now + TICK  # when whoever asked for it has its answer
             return Answer(True, text)
