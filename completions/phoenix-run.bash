@@ -60,8 +60,8 @@ _phoenix_run() {
         status | logs | stop) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
         inject-fault)
             case $typed in
-                *" kill-worker "* | *" kill-node "* | *" kill-agent "* | *" kill-server "* | *" kill-supervisor "* | *" fail-spare "* | *" freeze "* | *" hang "* | *" hang-gil "* | *" slow "* | *" raise "* | *" exit "* | *" flip-bits "*) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
-                *) COMPREPLY=($(compgen -W "kill-worker kill-node kill-agent kill-server kill-supervisor fail-spare freeze hang hang-gil slow raise exit flip-bits" -- "$word")) ;;
+                *" kill-worker "* | *" kill-node "* | *" kill-agent "* | *" kill-server "* | *" kill-supervisor "* | *" fail-spare "* | *" freeze "* | *" hang "* | *" hang-gil "* | *" slow "* | *" raise "* | *" exit "* | *" flip-bits "* | *" oom "* | *" fill-disk "* | *" drop-bus "* | *" delay-bus "* | *" partition "*) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
+                *) COMPREPLY=($(compgen -W "kill-worker kill-node kill-agent kill-server kill-supervisor fail-spare freeze hang hang-gil slow raise exit flip-bits oom fill-disk drop-bus delay-bus partition" -- "$word")) ;;
             esac
             ;;
         completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word")) ;;

@@ -24,6 +24,11 @@ class DrillKind(enum.Enum):
     RAISE = "raise"
     EXIT = "exit"
     FLIP_BITS = "flip-bits"
+    OOM = "oom"
+    FILL_DISK = "fill-disk"
+    DROP_BUS = "drop-bus"
+    DELAY_BUS = "delay-bus"
+    PARTITION = "partition"
 
 
 class StatusRequest(Message, frozen=True):

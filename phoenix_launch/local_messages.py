@@ -114,6 +114,12 @@ class SlotsSaved(Message, frozen=True):
     error: str = ""
 
 
+class CutOff(Message, frozen=True):
+    """A drill: for so many seconds no other node's server is called, and none is answered."""
+
+    seconds: float
+
+
 class SlotsKept(Message, frozen=True):
     """All sealed slots of this node, sent when they change: nobody older than `generation` changes them any more."""
 
@@ -283,6 +289,7 @@ CheckpointLocal = (
     | SlotRules
     | SlotsKept
     | SaveSlots
+    | CutOff
     | SlotsSaved
     | FillSlot
     | SlotSealed

@@ -4,7 +4,9 @@ script's own thread."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
+import os
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from phoenix_runtime.state import TrainState
 
 _NEVER: Final = threading.Event()
 _HOUR: Final = 3600
+_PIECE: Final = 8 << 20
 
 
 class Drills:
@@ -32,6 +35,7 @@ class Drills:
         self._flips: deque[WorkerDrill] = deque()
         self._factor, self._slow_until = 1.0, 0.0
         self._began = 0.0
+        self._disk_full_until = 0.0
 
     def order(self, drill: WorkerDrill) -> None:
         (self._flips if drill.kind is DrillKind.FLIP_BITS else self._ordered).append(drill)
@@ -41,6 +45,11 @@ class Drills:
         while self._flips:
             self._flips.popleft()
             flip_bits(parameter for _, parameter in state.parameters())
+
+    def check_disk(self) -> None:
+        """Before a checkpoint is written, by any thread. Raises OSError."""
+        if time.monotonic() < self._disk_full_until:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (a drill)")
 
     def step_begins(self) -> None:
         """Costs two comparisons when nothing was ordered."""
@@ -64,6 +73,10 @@ class Drills:
             case DrillKind.SLOW:
                 self._factor = max(1.0, drill.value)
                 self._slow_until = time.monotonic() + drill.duration if drill.duration else math.inf
+            case DrillKind.FILL_DISK:
+                self._disk_full_until = time.monotonic() + drill.duration
+            case DrillKind.OOM:
+                _allocate(int(2 * drill.value))
             case DrillKind.RAISE:
                 raise DrillError("this is a drill")
             case DrillKind.EXIT:
@@ -80,6 +93,14 @@ def flip_bits(parameters: Iterable[Tensor]) -> None:
         if data.numel() and data.is_contiguous():
             data.view(-1).view(torch.uint8)[data.nbytes // 2] ^= 0b10010
             return
+
+
+def _allocate(most: int) -> None:
+    """Until the kernel ends it; but no more than this."""
+    held: list[bytearray] = []
+    while sum(map(len, held)) < most:
+        held.append(bytearray(os.urandom(_PIECE)))
+    raise MemoryError("a drill: the kernel did not end this process at its limit")
 
 
 def _hold_the_lock(seconds: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from phoenix_launch.command_messages import DrillKind, FaultRequest
 from phoenix_launch.errors import UsageError
-from phoenix_launch.job.drills import DrillPlan, find_target, is_due, parse_kind, parse_plan
+from phoenix_launch.job.drills import DrillPlan, Target, find_target, is_due, lasting, parse_kind, parse_plan
 from phoenix_launch.job.placement import Seat
 from phoenix_launch.job.state import Holder, Member, NodeState, Rules, State
 from phoenix_launch.messages import RuntimeReport
@@ -62,6 +62,11 @@ def test_a_plan_is_read() -> None:
         "freeze",
         "hang --rank 1 --at-step 1.5",
         "hang --rank 1 --duration -1",
+        "delay-bus --node 1",
+        "delay-bus 0 --node 1",
+        "oom --node 1",
+        "flip-bits --node 1",
+        "partition",
     ],
 )
 def test_a_bad_plan_is_refused_with_a_hint(text: str) -> None:
@@ -113,3 +118,37 @@ def test_a_drill_is_due_when_its_time_and_its_step_have_come() -> None:
     assert not is_due(DrillPlan(kind=DrillKind.HANG, rank=0, after=2.0), state, 1.0)
     assert is_due(DrillPlan(kind=DrillKind.HANG, rank=0, at_step=5), state, 0.0)
     assert not is_due(DrillPlan(kind=DrillKind.HANG, rank=0, at_step=6), state, 0.0), "not all have done it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "duration", "lasts"),
+    [
+        (DrillKind.PARTITION, 0.0, 10.0),
+        (DrillKind.DROP_BUS, 3.0, 3.0),
+        (DrillKind.FILL_DISK, 0.0, 10.0),
+        (DrillKind.SLOW, 0.0, 0.0),
+        (DrillKind.KILL_NODE, 0.0, 0.0),
+    ],
+)
+def test_what_would_never_end_by_itself_ends_after_a_while(kind: DrillKind, duration: float, lasts: float) -> None:
+    assert lasting(kind, duration) == lasts
+
+
+def test_what_lies_between_a_node_and_others_is_harmed_by_its_name_or_one_of_its_ranks() -> None:
+    state = job(member(0), member(1))
+    for kind in (DrillKind.DROP_BUS, DrillKind.PARTITION):
+        assert (
+            find_target(state, kind, 3, "")
+            == find_target(state, kind, -1, "node1")
+            == Target(1, -1, "node1 (ranks 2-3)")
+        )
+    assert find_target(state, DrillKind.DELAY_BUS, -1, "1", 0.5).text == "0.5 on node1 (ranks 2-3)"
+    assert parse_plan("delay-bus 0.5 --node 1").value == 0.5
+
+
+def test_a_disk_can_only_be_full_where_something_is_written() -> None:
+    state = job(member(0), member(1))
+    with pytest.raises(UsageError, match="writes no checkpoints to disk"):
+        find_target(state, DrillKind.FILL_DISK, -1, "node1")
+    writes = replace(state, rules=replace(state.rules, save_timeout=60.0))
+    assert find_target(writes, DrillKind.FILL_DISK, -1, "node1").rank == -1

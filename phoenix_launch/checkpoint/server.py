@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NoReturn
@@ -33,6 +34,7 @@ from phoenix_launch.job.commit import Lineage
 from phoenix_launch.local_messages import (
     CheckpointSettings,
     CheckpointUp,
+    CutOff,
     NodeLocal,
     SaveSlots,
     SlotRules,
@@ -66,6 +68,7 @@ class Server:
         self._partners: dict[SlotPeer, Partner] = {}
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
         self._told_of_strangers = False
+        self._cut_until = 0.0  # by a drill
         groups = ControlGroup()
         self.pairs = SlotPairs(settings.job, self._wake_reporter, lambda: memory_free(groups), settings.memory)
         self.fills = SlicedFills(self.pairs)
@@ -90,6 +93,9 @@ class Server:
             if isinstance(message, SaveSlots):
                 self._save(message)
                 continue
+            if isinstance(message, CutOff):
+                self._cut_until = time.monotonic() + message.seconds
+                continue
             if not isinstance(message, SlotRules) or descriptors:
                 raise ProtocolError(f"an agent sent a {type(message).__name__} to its checkpoint server")
             self._follow(message)
@@ -101,11 +107,15 @@ class Server:
     def partner(self, node: int) -> Partner | None:
         with self._changed:
             peer = next((peer for peer in self._rules.peers if peer.node == node), None)
-            if peer is None:
+            if peer is None or self._cut_off:
                 return None
             if peer not in self._partners:
                 self._partners[peer] = Partner(peer, self.pairs, self.identity, self._pace)
             return self._partners[peer]
+
+    @property
+    def _cut_off(self) -> bool:
+        return time.monotonic() < self._cut_until
 
     # --- the agent ---
 
@@ -187,7 +197,7 @@ class Server:
         WorkerConnection(sock, self).serve()
 
     def _serve_node(self, sock: socket.socket) -> None:
-        if not self._callers.acquire(blocking=False):
+        if self._cut_off or not self._callers.acquire(blocking=False):
             return
         try:
             replication.serve(sock, self.pairs, self.identity)

@@ -74,7 +74,7 @@ def _one(folder: JobFolder, plan: DrillPlan, patience: float) -> Drilled:
 
 
 def _until_over(folder: JobFolder, plan: DrillPlan, target: str, asked: float, patience: float) -> Drilled:
-    from phoenix_launch.job.drills import HARMLESS
+    from phoenix_launch.job.drills import CUTS, HARMLESS
     from phoenix_launch.job.schedules import Drilled
     from phoenix_launch.records.journal import DrillEnded, read_events
 
@@ -84,10 +84,11 @@ def _until_over(folder: JobFolder, plan: DrillPlan, target: str, asked: float, p
         ended = wait_for_end(record, LOOK)
         for event in read_events(folder.journal_path):
             if isinstance(event, DrillEnded) and (event.kind, event.target) == (kind, target) and event.t >= asked:
+                harmless = plan.kind in HARMLESS or (plan.kind in CUTS and event.detection is None)
+                why = "the job has ended" if ended and event.recovery is None else ""
                 return Drilled(
-                    name, event.detection, event.recovery, event.redundancy, event.lost_steps, True,
-                    plan.kind in HARMLESS, "" if not ended or event.recovery is not None else "the job has ended",
-                )  # fmt: skip
+                    name, event.detection, event.recovery, event.redundancy, event.lost_steps, True, harmless, why
+                )
         if ended:
             return Drilled(name, why="the job has ended")
         if time.monotonic() > end:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 KINDS: Final = (  # DrillKind's, named here so that the help loads no messages
     "kill-worker", "kill-node", "kill-agent", "kill-server", "kill-supervisor", "fail-spare",
     "freeze", "hang", "hang-gil", "slow", "raise", "exit", "flip-bits",
+    "oom", "fill-disk", "drop-bus", "delay-bus", "partition",
 )  # fmt: skip
 _EXAMPLE: Final = "for example phoenix-run inject-fault {} {}"
-RANKS: Final = ("kill-worker", "hang", "hang-gil", "slow", "raise", "exit", "flip-bits")
-VALUED: Final = {"slow": "4", "exit": "3"}  # kinds with a number, and an example of it
+RANKS: Final = ("kill-worker", "hang", "hang-gil", "slow", "raise", "exit", "flip-bits", "oom")
+VALUED: Final = {"slow": "4", "exit": "3", "delay-bus": "0.5"}  # kinds with a number, and an example of it
 
 
 def inject_fault(
@@ -43,7 +44,11 @@ def inject_fault(
 
     To a rank: kill-worker, freeze (SIGSTOP), hang, hang-gil (it keeps python's lock), slow FACTOR, raise, exit CODE,
     flip-bits (of a parameter in its memory: see --verify-replicas).
-    To a node: kill-node (a power loss), freeze, kill-agent, kill-server (its copies in memory), fail-spare.
+    oom: it allocates within a memory control group of its own until the kernel kills it (needs root; else refused).
+    To a node: kill-node (a power loss), freeze, kill-agent, kill-server (its copies in memory), fail-spare,
+    fill-disk (to its workers the folder of checkpoints is full; nothing is filled), drop-bus, delay-bus SECONDS (what
+    its agent and the supervisor say to each other), partition (drop-bus, and no copies from and to other nodes).
+    What is not over by itself lasts 10 s, or --duration.
     To the job: kill-supervisor.
 
     Again and again with --every or --mtbf, until the job ends: then without a target it is a random one.
@@ -113,7 +118,7 @@ def _kind(kind: str) -> DrillKind:
 
 
 def _target(kind: str) -> str:
-    return f"{VALUED.get(kind, '')} --rank 0".strip() if kind in RANKS else "--node 1"
+    return f"{VALUED.get(kind, '')} {'--rank 0' if kind in RANKS else '--node 1'}".strip()
 
 
 def _rank(rank: str | None) -> int:
@@ -134,7 +139,10 @@ command = Command(
         click.Option(["--node"], metavar="N", default="", help="The node that is harmed: its index or its name."),
         click.Option(["named", "--job"], metavar="JOB", default="", help="The same as JOB after KIND."),
         click.Option(
-            ["--duration"], metavar="T", default="", help="Seconds until a freeze, a hang or a slowness is over."
+            ["--duration"],
+            metavar="T",
+            default="",
+            help="Seconds until it is over (a freeze, a hang, a partition ...).",
         ),
         click.Option(["--every"], metavar="T", default="", help="Again every T seconds, until the job ends."),
         click.Option(["--count"], metavar="N", default="", help="So many times at most, with --every or --mtbf."),

@@ -20,12 +20,25 @@ _NUMBERS = ("--rank", "--after", "--at-step", "--duration")
 RANKS: Final = frozenset(
     {
         DrillKind.KILL_WORKER, DrillKind.HANG, DrillKind.HANG_GIL, DrillKind.SLOW, DrillKind.RAISE, DrillKind.EXIT,
-        DrillKind.FLIP_BITS,
+        DrillKind.FLIP_BITS, DrillKind.OOM,
     }
 )  # fmt: skip  # what only a rank can be hit by
-EITHER: Final = frozenset({DrillKind.FREEZE})  # a rank alone, or a whole node
-HARMLESS: Final = frozenset({DrillKind.SLOW, DrillKind.KILL_SERVER, DrillKind.FAIL_SPARE})  # no fault follows
-VALUED: Final = {DrillKind.SLOW: (1.0, 1000.0), DrillKind.EXIT: (0.0, 255.0)}  # kinds with a number, and its limits
+EITHER: Final = frozenset({DrillKind.FREEZE, DrillKind.FILL_DISK})  # a rank alone, or a whole node
+HARMLESS: Final = frozenset(
+    {DrillKind.SLOW, DrillKind.KILL_SERVER, DrillKind.FAIL_SPARE, DrillKind.FILL_DISK}
+)  # no fault follows
+CUTS: Final = frozenset(
+    {DrillKind.DROP_BUS, DrillKind.DELAY_BUS, DrillKind.PARTITION}
+)  # one does if they last long enough
+SECONDS: Final = 10.0  # of what has to end by itself, when nothing was said
+VALUED: Final = {
+    DrillKind.SLOW: (1.0, 1000.0),
+    DrillKind.EXIT: (0.0, 255.0),
+    DrillKind.DELAY_BUS: (0.01, 60.0),
+}  # kinds with a number, and its limits
+
+
+_EXAMPLES: Final = {DrillKind.SLOW: "4 --rank 1", DrillKind.EXIT: "3 --rank 1", DrillKind.DELAY_BUS: "0.5 --node 1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +122,7 @@ def read_value(kind: DrillKind, text: str) -> float:
         if text:
             raise UsageError(f"{kind.value} takes no number ({text})", hint=f"leave {text} out")
         return 0.0
-    example = f"for example {kind.value} {'4' if kind is DrillKind.SLOW else '3'} --rank 1"
+    example = f"for example {kind.value} {_EXAMPLES[kind]}"
     try:
         value = float(text)
     except ValueError:
@@ -161,6 +174,8 @@ def find_target(state: State, kind: DrillKind, rank: int, node: str, value: floa
             names = ", ".join(m.name for m in state.members.values())
             raise UsageError(f"there is no node {node}", hint=f"nodes are: {names} (or an index)")
         member = found[0]
+    if kind is DrillKind.FILL_DISK and not state.rules.save_timeout:
+        raise UsageError("fill-disk: this job writes no checkpoints to disk", hint="start it with --checkpoint-dir")
     if not member.alive:
         raise UsageError(f"{member.name} is {member.state.value} already")
     if kind in RANKS or (kind in EITHER and rank >= 0):
@@ -168,7 +183,13 @@ def find_target(state: State, kind: DrillKind, rank: int, node: str, value: floa
     if kind is DrillKind.FAIL_SPARE and not member.parked:
         raise UsageError(f"no spare process waits on {member.name}", hint="`phoenix-run status` shows where some do")
     held = ranks_named([p.rank for p in state.places if p.node == member.index])
-    return Target(member.index, -1, f"{member.name} ({held})" if held else member.name)
+    number = f"{value:g} on " if kind in VALUED else ""
+    return Target(member.index, -1, f"{number}{member.name} ({held})" if held else f"{number}{member.name}")
+
+
+def lasting(kind: DrillKind, duration: float) -> float:
+    """Seconds that it lasts; 0: to the end, or it is done at once."""
+    return duration or (SECONDS if kind in CUTS or kind is DrillKind.FILL_DISK else 0.0)
 
 
 def _rank_target(state: State, kind: DrillKind, rank: int, member: Member, value: float) -> Target:

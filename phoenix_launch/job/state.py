@@ -280,6 +280,11 @@ def how(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
+def fault_of(report: ExitReport) -> str:
+    """The same of a process whose end was a fault, with the evidence that there is."""
+    return fault(report.code) + (" by the kernel, for want of memory" if report.oom_killed else "")
+
+
 def fault(code: int) -> str:
     """The same of a process whose end was a fault."""
     return how(code) if code else "ended in the middle of the job with exit code 0"

@@ -26,7 +26,7 @@ from phoenix_launch.job.events import (
 )
 from phoenix_launch.job.losses import Loss, bug, loss
 from phoenix_launch.job.recovery import Recovery, Survivor
-from phoenix_launch.job.state import SIGTERM, Holder, Member, Outcome, Phase, Rung, State, Swap, fault
+from phoenix_launch.job.state import SIGTERM, Holder, Member, Outcome, Phase, Rung, State, Swap, fault_of
 from phoenix_launch.job.transition import Transition
 
 FEWER_RANKS = "there are fewer ranks now"
@@ -67,7 +67,7 @@ class Swapping(Transition):
             else:
                 self.actions.append(
                     FaultFound(
-                        kind="worker", node=ended.node, ranks=(ended.rank,), detail=fault(ended.report.code),
+                        kind="worker", node=ended.node, ranks=(ended.rank,), detail=fault_of(ended.report),
                         cause=ended, after=self.now - ended.at,
                     )
                 )  # fmt: skip

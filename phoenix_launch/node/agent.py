@@ -17,6 +17,7 @@ import msgspec
 
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.bus.agent import AgentLink, OutputSender
+from phoenix_launch.bus.rough_link import RoughLink
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.hosts.facts import endpoint_address, find_place, gather
@@ -86,7 +87,7 @@ class Agent:
         self._clock = OwnClock()
         self._loop = PollLoop()
         self._remarks: deque[str] = deque()  # the output pump's thread appends, this one takes
-        self._link = AgentLink(bootstrap)
+        self._link = RoughLink(AgentLink(bootstrap), self._clock)
         address, interface = find_place(bootstrap)
         if bootstrap.interface and not address:
             say(f"phoenix agent: {bootstrap.node} has no interface {bootstrap.interface}")
@@ -135,10 +136,13 @@ class Agent:
         times = [self._said_at + self._bootstrap.timeouts.heartbeat_interval]
         if self._workers.busy or self._workers.stacks.under_way:
             times.append(now + BUSY_SECONDS)
-        times += [t for t in (self._state.next_deadline(), self._workers.next_deadline()) if t is not None]
+        deadlines = (self._state.next_deadline(), self._workers.next_deadline(), self._link.due())
+        times += [t for t in deadlines if t is not None]
         return max(0.0, min(times) - now)
 
     def _advance(self) -> None:
+        if self._link.due() is not None:
+            self._hear()
         self._workers.advance()
         while actions := self._state.decide(self._clock.now):
             for action in actions:
@@ -251,11 +255,18 @@ class Agent:
                 os.kill(os.getpid(), signal.SIGKILL)
             case DrillKind.KILL_NODE:
                 power_loss(self._guardian, self._runtime)
+            case DrillKind.DROP_BUS:
+                self._link.drop(drill.duration)
+            case DrillKind.DELAY_BUS:
+                self._link.delay(drill.value, drill.duration)
+            case DrillKind.PARTITION:
+                self._workers.harm(drill)
+                self._link.drop(drill.duration)
             case DrillKind.FREEZE if drill.rank < 0:
                 freeze_node(self._guardian, drill.duration)
             case _:
-                if not self._workers.harm(drill):
-                    self._remarks.append(f"drill: there is nothing for {drill.kind.value} to harm")
+                if why := self._workers.harm(drill):
+                    self._remarks.append(f"drill: {why}")
 
     # --- what it says ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ from typing import Final
 
 import psutil  # type: ignore[import-untyped]
 
+from phoenix_launch.node import memory_cage
+
+EVENTS: Final = "memory.events"
 _NO_LIMIT: Final = 1 << 60  # version 1 writes "no limit" as a huge number of whole pages
 
 
@@ -83,11 +86,13 @@ def parse_limit(text: str) -> float:
 
 
 class ControlGroup:
-    """The groups that this process is in, as they were at the start."""
+    """The groups that this process is in, as they were at the start, and those that drills have made."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._groups = parse_groups(_text(proc / "cgroup") or "")
         self._mounts = parse_mounts(_text(proc / "mountinfo") or "")
+        self._cages: list[Path] = []
+        self._caged_kills = 0  # in those that are gone
 
     def cores(self) -> int:
         """Cores that this process may use: by affinity and by quota, at least 1."""
@@ -112,8 +117,35 @@ class ControlGroup:
         return max(0.0, min(left))
 
     def oom_kills(self) -> int:
-        """How often the kernel has killed a process of this group for want of memory; 0 when nothing says so."""
-        for controller, name in (("", "memory.events"), ("memory", "memory.oom_control")):
+        """How often the kernel has killed a process of this group for want of memory; 0 when nothing says so.
+
+        Version 2 counts those of the groups below, too.
+        """
+        return self._own_oom_kills() + self._kills_in_cages()
+
+    def cage(self, pid: int) -> None:
+        """A drill: what this process allocates from now on is little, or the kernel kills it. Raises CageError."""
+        places = {controller: folders(self._groups, self._mounts, controller) for controller in ("", "memory")}
+        self._cages.append(memory_cage.make(places, pid))
+
+    def _kills_in_cages(self) -> int:
+        """Those whose process has ended are removed."""
+        found = 0
+        for folder in list(self._cages):
+            counted = any(Path(own) in folder.parents and (Path(own) / EVENTS).exists() for own in self._own_groups())
+            kills = 0 if counted else parse_counter(_text(memory_cage.kills_file(folder)) or "", "oom_kill") or 0
+            if memory_cage.remove(folder):
+                self._cages.remove(folder)
+                self._caged_kills += kills
+            else:
+                found += kills
+        return found + self._caged_kills
+
+    def _own_groups(self) -> list[PurePosixPath]:
+        return folders(self._groups, self._mounts, "")[:1]
+
+    def _own_oom_kills(self) -> int:
+        for controller, name in (("", EVENTS), ("memory", "memory.oom_control")):
             for text in self._texts(controller, name):
                 count = parse_counter(text, "oom_kill")
                 if count is not None:

@@ -16,6 +16,7 @@ from phoenix_launch.copies import SlotPeer
 from phoenix_launch.local_messages import (
     CheckpointSettings,
     CheckpointUp,
+    CutOff,
     NodeLocal,
     SaveSlots,
     SlotRules,
@@ -111,6 +112,11 @@ class CheckpointLink:
             return False
         signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
         return True
+
+    def cut_off(self, seconds: float) -> None:
+        """For a drill; nothing happens where there is no server."""
+        if self._stream is not None:
+            self._stream.say(CutOff(seconds))
 
     def close(self) -> None:
         """The server ends at this."""

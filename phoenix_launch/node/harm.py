@@ -14,6 +14,8 @@ from typing import Final
 from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.local_messages import WorkerDrill
 from phoenix_launch.messages import Drill
+from phoenix_launch.node.cgroup import ControlGroup
+from phoenix_launch.node.memory_cage import CAGE_BYTES, CageError
 from phoenix_launch.node.owned_processes import OwnedProcesses
 from phoenix_launch.node.runtime_support import RuntimeSupport
 from phoenix_launch.node.state import NodeState
@@ -42,17 +44,37 @@ def freeze_node(guardian: int, seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def harm(drill: Drill, state: NodeState, owned: OwnedProcesses, support: RuntimeSupport) -> bool:
-    """To a worker, a spare process or the checkpoint server. Whether there is such a one."""
+def harm(drill: Drill, state: NodeState, owned: OwnedProcesses, support: RuntimeSupport, groups: ControlGroup) -> str:
+    """To workers, a spare process or the checkpoint server. Why that cannot be, empty: it is done."""
+    nobody = f"there is nothing for {drill.kind.value} to harm"
+    try:
+        return "" if _harmed(drill, state, owned, support, groups) else nobody
+    except CageError as error:
+        return f"oom needs a memory control group for the worker alone, and none can be made here: {error}"
+
+
+def _harmed(
+    drill: Drill, state: NodeState, owned: OwnedProcesses, support: RuntimeSupport, groups: ControlGroup
+) -> bool:
     if drill.kind is DrillKind.KILL_SERVER:
         return support.kill_server()
+    if drill.kind is DrillKind.PARTITION:
+        return support.cut_off(drill.duration)
     if drill.kind is DrillKind.FAIL_SPARE:
         for pid in state.parked_pids()[:1]:
             _kill(pid)
         return bool(state.parked_pids())
-    for member in state.workers():
-        if member.order is None or member.order.rank != drill.rank or not member.alive or member.pid <= 0:
+    alive = [member for member in state.workers() if member.order is not None and member.alive and member.pid > 0]
+    if drill.rank < 0:
+        order = WorkerDrill(drill.kind, drill.value, drill.duration)
+        told = [support.drill(member.key, order) for member in alive]  # all of them
+        return any(told)
+    for member in alive:
+        if member.order is None or member.order.rank != drill.rank:
             continue
+        if drill.kind is DrillKind.OOM:
+            groups.cage(member.pid)
+            return support.drill(member.key, WorkerDrill(drill.kind, CAGE_BYTES))
         if drill.kind is not DrillKind.FREEZE:
             return support.drill(member.key, WorkerDrill(drill.kind, drill.value, drill.duration))
         signal.pidfd_send_signal(owned[member.key].pidfd, signal.SIGSTOP)

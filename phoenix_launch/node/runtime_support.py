@@ -74,6 +74,11 @@ class RuntimeSupport:
         """A drill. Whether there was a checkpoint server."""
         return self._checkpoint.kill()
 
+    def cut_off(self, seconds: float) -> bool:
+        """A drill: the checkpoint server and those of other nodes do not hear each other for so long."""
+        self._checkpoint.cut_off(seconds)
+        return True
+
     def said(self, key: int) -> RuntimeReport | None:
         """What this worker says of itself; None: it does not know the runtime."""
         return self._links.said(key)

@@ -380,8 +380,8 @@ class Workers:
         able = asked(self._state.workers(), self._owned, self.support.said)
         self.stacks.begin(able, self._clock.now)
 
-    def harm(self, drill: Drill) -> bool:
-        return harm(drill, self._state, self._owned, self.support)
+    def harm(self, drill: Drill) -> str:
+        return harm(drill, self._state, self._owned, self.support, self._groups)
 
     def kill(self, rank: int | None = None) -> None:
         """SIGKILL to one worker, or to all, and to nothing of their trees."""

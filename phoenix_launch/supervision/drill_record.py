@@ -11,6 +11,7 @@ from phoenix_launch.job import drills
 from phoenix_launch.job.redundancy import FULL, RESTORING, Redundancy
 
 HARMLESS: Final = frozenset(kind.value for kind in drills.HARMLESS)
+MAY_HARM: Final = HARMLESS | {kind.value for kind in drills.CUTS}
 ENDLESS: Final = frozenset({DrillKind.SLOW.value})  # without a duration: to the end
 SETTLED: Final = (
     2.0  # seconds until a drill that harms nobody is over, when it has no duration: what it took is missed by then
@@ -75,8 +76,8 @@ class DrillRecord:
     _open: list[Drilled] = field(default_factory=list)
 
     def began(self, drilled: Drilled) -> None:
-        if drilled.kind in HARMLESS and (drilled.duration or drilled.kind not in ENDLESS):
-            drilled.until = drilled.at + max(drilled.duration, SETTLED)
+        if drilled.kind in MAY_HARM and (drilled.duration or drilled.kind not in ENDLESS):
+            drilled.until = drilled.at + max(drilled.duration, SETTLED) + SETTLED * (drilled.kind not in HARMLESS)
         self._open.append(drilled)
 
     def fault(self, node: int, ranks: Iterable[int], now: float) -> None:
@@ -86,7 +87,7 @@ class DrillRecord:
         for drilled in self._open:
             here = drilled.rank in hit if hit else drilled.rank < 0 and drilled.node == node
             if here and drilled.found is None and drilled.kind not in HARMLESS:
-                drilled.found = now
+                drilled.found, drilled.until = now, None
                 return
 
     def noticed(self, ranks: Iterable[int], now: float) -> None:

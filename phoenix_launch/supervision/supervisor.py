@@ -341,12 +341,13 @@ class Supervisor:
             return Answer(True, f"would {text}")
         if request.kind is DrillKind.KILL_NODE:
             self._powered_off.add(target.node)  # a host that lost power does not come back by itself
-        self.chronicle.drill(request.kind.value, target, self.state, request.duration)
+        duration = drills.lasting(request.kind, request.duration)
+        self.chronicle.drill(request.kind.value, target, self.state, duration)
         if request.kind is DrillKind.KILL_SUPERVISOR:
             self._dies_at = self.clock.now + TICK  # when whoever asked for it has its answer
             return Answer(True, text)
         incarnation = self.state.members[target.node].incarnation
-        drill = Drill(request.kind, target.rank, request.value, request.duration)
+        drill = Drill(request.kind, target.rank, request.value, duration)
         self.bus.send(incarnation, drill, self.state.generation)
         return Answer(True, text)
 

@@ -38,6 +38,7 @@ from phoenix_runtime.checkpoint.pieces import Decided, Piece, Said
 from phoenix_runtime.checkpoint.private import Private
 from phoenix_runtime.checkpoint.talk import LeftError, Talk
 from phoenix_runtime.communicators.gate import Gate
+from phoenix_runtime.drills import DRILLS
 from phoenix_runtime.errors import ScriptError
 from phoenix_runtime.fault_points import FAULT_POINTS
 
@@ -236,6 +237,7 @@ class Durable:
 
         def write() -> Any:
             FAULT_POINTS.reached("writing", order.stamp.version)
+            DRILLS.check_disk()
             results = writer.write_data(planner.finish_plan(plan), planner).wait()
             path = folders.private_path(folder, place.rank)
             private_files.write(path, place.job, place.rank, order.stamp, order.private)
