@@ -23,11 +23,13 @@ from phoenix_launch.job.events import (
     GaveUp,
     OutputHeld,
     Reported,
+    Resumed,
     StacksTaken,
     StopAsked,
     Ticked,
 )
 from phoenix_launch.job.hanging import Hanging
+from phoenix_launch.job.resuming import Resuming
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.transition import silent_since
@@ -41,7 +43,7 @@ HURRIED_GRACE: Final = 3.0  # seconds that are left to the workers after a secon
 
 def start(rules: Rules, term: int, now: float) -> State:
     """The state of a job that nobody joined yet. Its first generation will be (term, 1)."""
-    return State(rules=rules, generation=Generation(term, 0), since=now)
+    return State(rules=rules, generation=Generation(term, 0), term=term, since=now)
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -54,7 +56,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Hanging, Starting):
+class _Transition(Hanging, Resuming, Starting):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -63,6 +65,11 @@ class _Transition(Hanging, Starting):
                 self._admit(event)
             case Reported(index, report):
                 self._report(index, report)
+            case Resumed(_, nodes):
+                self._inherit(event)
+                for index, node in nodes.items():
+                    self._report(index, node.report)
+                self._go_on(event)
             case ChannelClosed(index):
                 member = self.state.members.get(index)
                 if member is not None and member.state in (NodeState.READY, NodeState.STARTING):
