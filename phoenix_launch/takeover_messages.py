@@ -24,10 +24,12 @@ class Claim(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """The answer, granted or not. `term`: the highest one that this agent has granted; `supervised`: it hears a supervisor."""
+    """The answer, granted or not. `promised`: the highest term that this agent has granted; `follows`: that of the supervisor
+    it obeys; `supervised`: which it hears."""
 
     granted: bool
-    term: int
+    promised: int
+    follows: int
     incarnation: str
     supervised: bool
     plan: NodePlan | None = None  # only from who follows now

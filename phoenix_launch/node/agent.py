@@ -244,7 +244,8 @@ class Agent:
             self._follow(claim, caller)
             report = self._whole_report()
         plan = self._state.plan if report is not None else None
-        return Granted(granted, self._allegiance.highest, self._bootstrap.incarnation, supervised, plan, report)
+        highest, obeyed = self._allegiance.highest, self._allegiance.term
+        return Granted(granted, highest, obeyed, self._bootstrap.incarnation, supervised, plan, report)
 
     def _follow(self, claim: Claim, caller: str) -> None:
         """From here on nothing that the old supervisor says is heard; that it is one no longer is the last that it is told."""

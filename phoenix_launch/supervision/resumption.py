@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
 from phoenix_launch.errors import PhoenixError, UsageError
 from phoenix_launch.job.events import Inherited, Resumed
 from phoenix_launch.job.state import Member, NodeState
-from phoenix_launch.records.folders import JobFolder, JobRecord
+from phoenix_launch.records.folders import JobFolder, JobRecord, is_here
 from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import JobState
 from phoenix_launch.supervision.conduct import Made, run_job
@@ -24,7 +25,7 @@ from phoenix_launch.supervision.launch import bus_address
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.opening import Job
 from phoenix_launch.supervision.supervisor import Supervisor
-from phoenix_launch.supervision.takeover import Answer, ask_all, check
+from phoenix_launch.supervision.takeover import Answer, ask_all, check, next_term
 from phoenix_launch.takeover_messages import Claim, takeover_key
 
 
@@ -92,8 +93,7 @@ class _Claimant:
                     f"somebody else takes over job {folder.job} at this moment", hint="see what comes of it"
                 )
             check_resumable(folder, force=self.force)  # again: somebody may have been quicker
-            term = max(folder.read_record().term, self.left.state.term) + 1
-            answers = self._won(bus, term)
+            term, answers = self._won(bus, max(folder.read_record().term, self.left.state.term) + 1)
             supervisor = made(term)
         self._enlist(supervisor.muster, bus)
         supervisor.state = self.left.state
@@ -101,20 +101,32 @@ class _Claimant:
         supervisor.inherited = Resumed(term, {a.agent.spec.index: _inherited(a) for a in answers if a.granted})
         return supervisor
 
-    def _won(self, bus: SupervisorBus, term: int) -> list[Answer]:
+    def _won(self, bus: SupervisorBus, term: int) -> tuple[int, list[Answer]]:
+        """Raises PhoenixError when this or another term is not granted."""
         key, name = takeover_key(self.job.slots_key), self.job.name
         alive = {m.incarnation for m in self.left.state.members.values() if m.alive}
         agents = [agent for agent in self.left.agents if agent.incarnation in alive]
         claim = Claim(term, False, bus.control_endpoint, bus.output_endpoint, bus.keys.public)
-        check(ask_all(agents, claim, name, key), name, term, force=self.force)
+        answers = ask_all(agents, claim, name, key)
+        heard = any(a.said is not None and a.said.supervised for a in answers)
+        if heard and not (self.force or self._is_dead()):
+            threading.Event().wait(self.job.settings.heartbeat_timeout)  # it may have died a moment ago
+            term += 1
+            answers = ask_all(agents, msgspec.structs.replace(claim, term=term), name, key)
+        if (higher := next_term(answers, name, term)) > term:
+            term = higher
+            answers = ask_all(agents, msgspec.structs.replace(claim, term=term), name, key)
+        claim = msgspec.structs.replace(claim, term=term, take=True)
+        check(answers, name, force=self.force, dead=self._is_dead())
         for agent in agents:  # before they come: libzmq never tries again once refused
             bus.allow(agent.public_key, Peer(PeerKind.AGENT, agent.incarnation))
-        answers = ask_all(agents, msgspec.structs.replace(claim, take=True), name, key)
-        check(
-            [Answer(a.agent, a.said and msgspec.structs.replace(a.said, supervised=False), a.error) for a in answers],
-            name, term, force=self.force,
-        )  # fmt: skip
-        return answers
+        answers = ask_all(agents, claim, name, key)
+        check(answers, name, force=self.force, dead=True)
+        return term, answers
+
+    def _is_dead(self) -> bool:
+        """Whether this host knows that the old supervisor does not live."""
+        return is_here(self.job.folder.read_record()) and not self.job.folder.is_running()
 
     def _enlist(self, muster: Muster, bus: SupervisorBus) -> None:
         """The agents as if they had been launched from here."""

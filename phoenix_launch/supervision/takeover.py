@@ -49,6 +49,15 @@ def ask_all(agents: Sequence[AgentRecord], claim: Claim, job: str, key: bytes) -
         return list(threads.map(lambda agent: _ask(agent, claim, job, key), agents))
 
 
+def next_term(answers: Iterable[Answer], job: str, term: int) -> int:
+    """What is to be asked for when some have promised that term, or a higher one, to somebody who then did not take over: of
+    two that try at once the later one gets it. Raises SupersededError when somebody did."""
+    said = [answer.said for answer in answers if answer.said is not None]
+    if (obeyed := max((each.follows for each in said), default=0)) >= term:
+        raise SupersededError(job, obeyed)
+    return max((each.promised + 1 for each in said if not each.granted), default=term)
+
+
 def _ask(agent: AgentRecord, claim: Claim, job: str, key: bytes) -> Answer:
     seconds, facts = timeout("takeover"), agent.facts
     if not facts.probe_port:
@@ -82,15 +91,14 @@ def _line(sock: socket.socket, most: int, seconds: float) -> bytes:
     return found
 
 
-def check(answers: Iterable[Answer], job: str, term: int, *, force: bool) -> None:
-    """Raises PhoenixError when these answers do not make a supervisor of whoever asked."""
+def check(answers: Iterable[Answer], job: str, *, force: bool, dead: bool) -> None:
+    """Raises PhoenixError when these answers do not make a supervisor of whoever asked. `dead`: the old one is known to be."""
     answers = list(answers)
     said = [answer.said for answer in answers if answer.said is not None]
-    higher = max((each.term for each in said if not each.granted), default=0)
-    if higher >= term:
-        raise SupersededError(job, higher)
+    if refused := [each.promised for each in said if not each.granted]:
+        raise SupersededError(job, max(refused))
     hears = [answer.agent.spec.name for answer in answers if answer.said is not None and answer.said.supervised]
-    if hears and not force:
+    if hears and not (force or dead):
         raise UsageError(
             f"the supervisor of job {job} still lives: {', '.join(hears)} can hear it",
             hint=f"`phoenix-run stop {job}` ends it there; --force takes over all the same",
