@@ -106,6 +106,7 @@ class _Claimant:
         key, name = takeover_key(self.job.slots_key), self.job.name
         alive = {m.incarnation for m in self.left.state.members.values() if m.alive}
         agents = [agent for agent in self.left.agents if agent.incarnation in alive]
+        seats = frozenset(seat.node for seat in self.left.state.lineup)
         claim = Claim(term, False, bus.control_endpoint, bus.output_endpoint, bus.keys.public)
         answers = ask_all(agents, claim, name, key)
         heard = any(a.said is not None and a.said.supervised for a in answers)
@@ -117,11 +118,11 @@ class _Claimant:
             term = higher
             answers = ask_all(agents, msgspec.structs.replace(claim, term=term), name, key)
         claim = msgspec.structs.replace(claim, term=term, take=True)
-        check(answers, name, force=self.force, dead=self._is_dead())
+        check(answers, name, seats, force=self.force, dead=self._is_dead())
         for agent in agents:  # before they come: libzmq never tries again once refused
             bus.allow(agent.public_key, Peer(PeerKind.AGENT, agent.incarnation))
         answers = ask_all(agents, claim, name, key)
-        check(answers, name, force=self.force, dead=True)
+        check(answers, name, seats, force=self.force, dead=True)
         return term, answers
 
     def _is_dead(self) -> bool:

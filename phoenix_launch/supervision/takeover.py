@@ -91,8 +91,11 @@ def _line(sock: socket.socket, most: int, seconds: float) -> bytes:
     return found
 
 
-def check(answers: Iterable[Answer], job: str, *, force: bool, dead: bool) -> None:
-    """Raises PhoenixError when these answers do not make a supervisor of whoever asked. `dead`: the old one is known to be."""
+def check(answers: Iterable[Answer], job: str, seats: frozenset[int], *, force: bool, dead: bool) -> None:
+    """Raises PhoenixError when these answers do not make a supervisor of whoever asked. `dead`: the old one is known to be.
+
+    `seats`: nodes that train. When none of them follows, they may all be there and train on beside a generation of spares.
+    """
     answers = list(answers)
     said = [answer.said for answer in answers if answer.said is not None]
     if refused := [each.promised for each in said if not each.granted]:
@@ -104,7 +107,8 @@ def check(answers: Iterable[Answer], job: str, *, force: bool, dead: bool) -> No
             hint=f"`phoenix-run stop {job}` ends it there; --force takes over all the same",
         )
     granted = sum(answer.granted for answer in answers)
-    if 2 * granted > len(answers) or (force and granted):
+    training = any(answer.granted and answer.agent.spec.index in seats for answer in answers)
+    if (2 * granted > len(answers) and training) or (force and granted):
         return
     silent = [f"{answer.agent.spec.name} ({answer.error})" for answer in answers if answer.said is None]
     if not granted:
@@ -112,6 +116,12 @@ def check(answers: Iterable[Answer], job: str, *, force: bool, dead: bool) -> No
             f"no node of job {job} answers: {', '.join(silent)}",
             hint="they end by themselves --orphan-timeout after their supervisor; start the job again, "
             "with --checkpoint-dir and --resume from its newest checkpoint",
+        )
+    if 2 * granted > len(answers):
+        raise PhoenixError(
+            f"none of the nodes of job {job} that train can be taken over: no answer from {', '.join(silent)}",
+            hint="mend the network and try again; --force goes on with spare nodes, "
+            "which is safe only when the others are dead",
         )
     raise PhoenixError(
         f"only {granted} of {counted(len(answers), 'node')} of job {job} can be taken over: no answer from {', '.join(silent)}",
