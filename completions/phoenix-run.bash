@@ -9,7 +9,7 @@ _phoenix_run() {
     local typed=" ${COMP_WORDS[*]:0:COMP_CWORD} "
     COMPREPLY=()
     case ${COMP_WORDS[1]} in
-        run | status | jobs | logs | stop | inject-fault | drill | config | keygen | completion) ((COMP_CWORD > 1)) && verb=${COMP_WORDS[1]} first=2 ;;
+        run | status | jobs | logs | stop | resume | inject-fault | drill | config | keygen | completion) ((COMP_CWORD > 1)) && verb=${COMP_WORDS[1]} first=2 ;;
     esac
     local valued=" --nproc-per-node --start-method --preload --env --job-name --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port --local-addr --role --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --hang-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --drill --snapshot-interval --replicas --replica-distance --verify-replicas --replica-bandwidth --copy-memory --log-dir --redirects -r --tee -t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --prune --rank --node --job --duration --every --count --mtbf --seed --plan --patience "
     case $verb in
@@ -46,6 +46,7 @@ _phoenix_run() {
         jobs) options="--prune" ;;
         logs) options="--rank --node --follow" ;;
         stop) options="" ;;
+        resume) options="--force --detach" ;;
         inject-fault) options="--rank --node --job --duration --every --count --mtbf --seed --dry-run" ;;
         drill) options="--plan --patience" ;;
         config) options="--nproc-per-node --module --no-python --run-path --start-method --preload --env --job-name --detach --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --standalone --master-addr --master-port --local-addr --role --virtual-local-rank --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --resume --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --hang-timeout --replace-stragglers --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --allow-drills --drill --snapshot-interval --replicas --replica-distance --verify-replicas --replica-bandwidth --encrypt --copy-memory --log-dir --redirects --tee --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --timeouts --markdown" ;;
@@ -57,7 +58,7 @@ _phoenix_run() {
         return
     fi
     case $verb in
-        status | logs | stop) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
+        status | logs | stop | resume) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
         inject-fault)
             case $typed in
                 *" kill-worker "* | *" kill-node "* | *" kill-agent "* | *" kill-server "* | *" kill-supervisor "* | *" fail-spare "* | *" freeze "* | *" hang "* | *" hang-gil "* | *" slow "* | *" raise "* | *" exit "* | *" flip-bits "* | *" oom "* | *" fill-disk "* | *" drop-bus "* | *" delay-bus "* | *" partition "*) COMPREPLY=($(compgen -W "$(_phoenix_run_jobs)" -- "$word")) ;;
@@ -67,7 +68,7 @@ _phoenix_run() {
         completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word")) ;;
         run)
             COMPREPLY=($(compgen -f -- "$word"))
-            ((COMP_CWORD == 1)) && COMPREPLY+=($(compgen -W "run status jobs logs stop inject-fault drill config keygen completion" -- "$word"))
+            ((COMP_CWORD == 1)) && COMPREPLY+=($(compgen -W "run status jobs logs stop resume inject-fault drill config keygen completion" -- "$word"))
             ;;
         config) COMPREPLY=($(compgen -f -- "$word")) ;;
     esac

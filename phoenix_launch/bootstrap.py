@@ -66,6 +66,8 @@ class AgentTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fork_server: float
     drain_output: float
     reap: float
+    heartbeat: float = 3.0
+    first_step: float = 600.0
 
 
 class AgentBootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -60,5 +60,17 @@ class NoReplacementError(PhoenixError):
     exit_code = EXIT_DO_NOT_REQUEUE
 
 
+class SupersededError(PhoenixError):
+    """Another supervisor has taken over the job: this one touches nothing of it any more."""
+
+    exit_code = EXIT_DO_NOT_REQUEUE
+
+    def __init__(self, job: str, term: int) -> None:
+        super().__init__(
+            f"another supervisor has taken over job {job} (term {term}): this one ends, the job goes on",
+            hint=f"`phoenix-run status {job}` shows it",
+        )
+
+
 class ProtocolError(PhoenixError):
     """A message that is malformed, of another protocol version, of another job, or from a peer who may not send it."""

@@ -208,6 +208,13 @@ class Farewell(Message, frozen=True):
     incarnation: str
 
 
+class Deposed(Message, frozen=True):
+    """The last word of an agent to a supervisor that it obeys no longer: another one has this higher term."""
+
+    incarnation: str
+    term: int
+
+
 # --- supervisor -> agent ---------------------------------------------------------------------------------------------
 
 
@@ -340,7 +347,7 @@ class JobEnded(Message, frozen=True):
     text: str = ""
 
 
-FromAgent = Hello | NodeReport | ProbeReport | Remark | StackTrace | Farewell
+FromAgent = Hello | NodeReport | ProbeReport | Remark | StackTrace | Farewell | Deposed
 FromJoiner = JoinRequest | Leaving
 ToAgent = Prepare | ReportAck | NodePlan | Probe | SaveStacks | Drill
 ToJoiner = JoinReply | JobEnded

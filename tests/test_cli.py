@@ -522,7 +522,8 @@ def test_an_orphaned_job_is_shown_as_it_was_last_seen(ended: JobFolder, output: 
     assert main(["status"]) == 0
     assert output.readouterr().out.splitlines()[:3] == [
         "job job-1, orphaned, generation 1",
-        f"supervisor is gone (pid {os.getpid()} died); its nodes end by themselves 15 s after that",
+        f"supervisor is gone (pid {os.getpid()} died): training goes on until the next fault, "
+        "its nodes end by themselves 600 s after that; `phoenix-run resume job-1` takes over",
         "last seen 03:04:05:",
     ]
     ended.write_record(msgspec.structs.replace(ended.read_record(), hostname="elsewhere"))

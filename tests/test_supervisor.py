@@ -41,6 +41,7 @@ from phoenix_launch.supervision import supervisor as module
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.guests import Guests
+from phoenix_launch.supervision.handover import Keeper
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.signals import SignalPipe
 from phoenix_launch.supervision.supervisor import Supervisor
@@ -170,6 +171,13 @@ class Job:
         assert not self.thread.is_alive()
 
 
+class Nothing:
+    """In a keeper's place: nobody takes over these jobs."""
+
+    def keep(self, *_: object) -> str:
+        return ""
+
+
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(module, "TICK", NO_TICK)
@@ -183,7 +191,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         bus=bus, console=console, chronicle=chronicle, muster=muster, guests=Guests(bus),
         identity=JobIdentity(job="job-0000", run_id="r", role="default", max_restarts=0, signals=()),
         state=membership.start(Rules(seats_min=2, seats_max=2, heartbeat_timeout=NO_TICK), 1, 0.0),
-        prepare=lambda *_: Prepare({}, 1),
+        prepare=lambda *_: Prepare({}, 1), keeper=cast(Keeper, Nothing()),
     )  # fmt: skip
     nodes = []
     for index in range(NODES):

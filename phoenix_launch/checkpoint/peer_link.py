@@ -106,6 +106,22 @@ class PeerLink:
         self._received += 1
         return body
 
+    def send_long(self, data: bytes) -> None:
+        """As many frames as it takes; the other end has `receive_long`."""
+        for start in range(0, max(1, len(data)), MAX_FRAME_BYTES - 1):
+            piece = data[start : start + MAX_FRAME_BYTES - 1]
+            self.send((b"." if start + len(piece) == len(data) else b",") + piece)
+
+    def receive_long(self, limit: int) -> bytes:
+        """Raises ProtocolError for more bytes than `limit`."""
+        parts = bytearray()
+        while len(parts) <= limit:
+            frame = self.receive()
+            parts += frame[1:]
+            if frame[:1] == b".":
+                return bytes(parts)
+        raise ProtocolError(f"more than {limit} bytes at once")
+
     def send_from(self, memory: Memory, start: int, end: int, pace: Pace | None = None) -> None:
         """Straight from the page cache, without a copy in this process; but where it is enciphered."""
         enciphered = isinstance(self._sock, ssl.SSLSocket)
@@ -178,8 +194,12 @@ class PeerLink:
 
 def call(address: str, port: int, identity: Identity, handshake: float, patience: float) -> PeerLink:
     """Raises OSError when nobody answers in time, ProtocolError when who answers is not of this job."""
+    return introduce(socket.create_connection((address, port), timeout=handshake), identity, handshake, patience)
+
+
+def introduce(sock: socket.socket, identity: Identity, handshake: float, patience: float) -> PeerLink:
+    """The same over a connection that there is already. It is closed when this raises."""
     deadline = time.monotonic() + handshake
-    sock = socket.create_connection((address, port), timeout=handshake)
     try:
         sock, bound = _prepare(sock, identity, handshake, calling=True)
         generation = identity.generation

@@ -65,8 +65,10 @@ def _why_orphaned(folder: JobFolder) -> str:
     record = folder.read_record()
     patience = float(record.settings.get("orphan_timeout", timeout("orphan")))
     if is_here(record):
-        return f"supervisor is gone (pid {record.pid} died); its nodes end by themselves {patience:g} s after that"
+        gone = f"supervisor is gone (pid {record.pid} died)"
+    else:
+        gone = f"supervisor cannot be reached (pid {record.pid} on {record.hostname})"
     return (
-        f"supervisor cannot be reached (pid {record.pid} on {record.hostname}); "
-        f"if it is gone, its nodes end by themselves {patience:g} s after that"
+        f"{gone}: training goes on until the next fault, its nodes end by themselves {patience:g} s after that; "
+        f"`phoenix-run resume {record.job}` takes over"
     )

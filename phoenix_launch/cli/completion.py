@@ -13,7 +13,7 @@ from phoenix_launch.options.table import BY_FIELD
 
 FILES: Final = {"bash": "phoenix-run.bash", "zsh": "_phoenix-run", "fish": "phoenix-run.fish"}
 _JOBS: Final = '"${PHOENIX_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/phoenix}/jobs"'
-_WITH_JOB: Final = ("status", "logs", "stop")  # JOB is their argument
+_WITH_JOB: Final = ("status", "logs", "stop", "resume")  # JOB is their argument
 _THEN_JOB: Final = ("inject-fault",)  # JOB follows the first argument
 _VALUE_OPTIONAL: Final = ("prune",)  # options that also stand alone
 _WITH_OPTIONS: Final = (DEFAULT_VERB, "config")  # SCRIPT and its arguments follow

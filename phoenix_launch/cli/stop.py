@@ -43,7 +43,8 @@ def _say_how_it_ended(folder: JobFolder) -> int:
     if last.state is JobState.ORPHANED:
         raise PhoenixError(
             f"the supervisor of job {folder.job} is gone: nobody can be asked, and its nodes end by themselves",
-            hint=f"they are gone {_orphan_timeout(folder):g} s after its death (--orphan-timeout)",
+            hint=f"`phoenix-run resume --detach {folder.job}` takes over, then it can be stopped; "
+            f"else they are gone {_orphan_timeout(folder):g} s after its death (--orphan-timeout)",
         )
     print(f"job {folder.job} has ended already, exit code {last.exit_code}")
     return EXIT_OK

@@ -66,6 +66,12 @@ def is_due(plan: DrillPlan, state: State, since: float) -> bool:
     return plan.at_step < 0 or bool(steps and min(steps) >= plan.at_step)
 
 
+def to_come(plans: list[DrillPlan], state: State) -> list[DrillPlan]:
+    """Those that are certain to have not been carried out yet: of a step that not all have done."""
+    steps = [holder.step for holder in state.holders.values()]
+    return [plan for plan in plans if plan.at_step > min(steps, default=0)]
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Whom a drill hits. `rank` is -1 when it is the node."""

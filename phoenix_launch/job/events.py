@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phoenix_launch.job.recovery import Recovery
 from phoenix_launch.job.state import Ended, Outcome, Rung
-from phoenix_launch.messages import NodeReport, OddBits
+from phoenix_launch.messages import NodePlan, NodeReport, OddBits
 from phoenix_launch.wire import Generation
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -80,7 +81,25 @@ class Ticked:
     pass
 
 
-Event = Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | OutputHeld | StacksTaken | Ticked
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a node that follows the new supervisor was last told, and what it is like."""
+
+    plan: NodePlan | None
+    report: NodeReport
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Another supervisor goes on with the state that the last one left behind. `nodes`: who follows it."""
+
+    term: int
+    nodes: Mapping[int, Inherited]
+
+
+Event = (
+    Resumed | Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | OutputHeld | StacksTaken | Ticked
+)
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------

@@ -22,10 +22,12 @@ from phoenix_launch.job.events import (
     GaveUp,
     OutputHeld,
     Reported,
+    Resumed,
     StacksTaken,
     StopAsked,
     Ticked,
 )
+from phoenix_launch.job.resuming import Resuming
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
 from phoenix_launch.job.stopping import Stopping
@@ -37,7 +39,7 @@ from phoenix_launch.wording import ranks_named, size_named
 
 def start(rules: Rules, term: int, now: float) -> State:
     """The state of a job that nobody joined yet. Its first generation will be (term, 1)."""
-    return State(rules=rules, generation=Generation(term, 0), since=now)
+    return State(rules=rules, generation=Generation(term, 0), term=term, since=now)
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -50,7 +52,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Corrupted, Starting, Stopping):
+class _Transition(Corrupted, Resuming, Starting, Stopping):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -59,6 +61,11 @@ class _Transition(Corrupted, Starting, Stopping):
                 self._admit(event)
             case Reported(index, report):
                 self._report(index, report)
+            case Resumed(_, nodes):
+                self._inherit(event)
+                for index, node in nodes.items():
+                    self._report(index, node.report)
+                self._go_on(event)
             case ChannelClosed(index):
                 member = self.state.members.get(index)
                 if member is not None and member.state in (NodeState.READY, NodeState.STARTING):

@@ -225,6 +225,7 @@ class Halt:
 class State:
     rules: Rules
     generation: Generation
+    term: int = 1  # of the supervisor: generations that begin from now on have it
     phase: Phase = Phase.STARTING
     since: float = 0.0  # when the phase began
     members: Mapping[int, Member] = field(default_factory=dict)
@@ -263,6 +264,11 @@ class State:
     @property
     def places(self) -> tuple[RankPlace, ...]:
         return placement.places(self.lineup)
+
+    @property
+    def following(self) -> Generation:
+        """The generation that comes next."""
+        return Generation(max(self.term, self.generation.term), self.generation.n + 1)
 
     @property
     def attempt(self) -> int:

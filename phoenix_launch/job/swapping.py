@@ -105,7 +105,7 @@ class Swapping(Transition):
         self.actions.append(StartsAnew(rung, why))
         generation = self.state.generation
         if self.state.phase is Phase.WAITING and self.state.swap is not None:
-            generation = generation.following()  # survivors wait in this one: nobody must take them for the new ones
+            generation = self.state.following  # survivors wait in this one: nobody must take them for the new ones
         self.state = replace(self.state, generation=generation, rung=rung, swap=None, recovery=None, holders={})
         self._refill()
 
@@ -123,7 +123,7 @@ class Swapping(Transition):
         }
         state = self.state
         same = state.phase is Phase.WAITING and len(kept) == len(state.holders)
-        generation = state.generation if same else state.generation.following()
+        generation = state.generation if same else state.following
         store_node = state.store_node if self._lives(state.store_node) else -1
         if lineup is None:
             if self._refilled(state.rules.seats_min) is not None:

@@ -106,7 +106,7 @@ class Transition:
             self._begin(lineup)
             return
         names = ", ".join(m.name for m in self._missing())
-        generation = state.generation.following()
+        generation = state.following
         self._enter(Phase.WAITING, generation=generation, store=None, store_node=-1, holders={}, swap=None)
         if state.phase is Phase.WAITING:  # a further loss does not prolong the wait
             self.state = replace(self.state, since=state.since)
@@ -117,7 +117,7 @@ class Transition:
         """Start the next generation: everything older ends, its store starts on a live node of the line-up."""
         state = self.state
         waited = state.phase is Phase.WAITING  # the generation that waits is the one that begins: no worker was in it
-        generation = state.generation if waited else state.generation.following()
+        generation = state.generation if waited else state.following
         before = {place.rank: place.node for place in state.places}
         self._enter(
             Phase.QUIESCING, generation=generation, lineup=lineup, store=None, store_node=lineup[0].node, ended={},

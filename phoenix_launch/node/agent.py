@@ -1,6 +1,6 @@
 """The agent of a node: one loop that hears the supervisor, starts, watches and ends the node's processes, and reports.
 
-Threads: this one, which does all that; and the output pump's (output.py). The guardian forks it.
+Threads: this one, which does all that; the output pump's (output.py); callers' (callers.py). The guardian forks it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Final
 import msgspec
 
 from phoenix_launch.bootstrap import AgentBootstrap
-from phoenix_launch.bus.agent import AgentLink, OutputSender
+from phoenix_launch.bus.agent import AgentLink
 from phoenix_launch.bus.rough_link import RoughLink
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.command_messages import DrillKind
 from phoenix_launch.hosts.facts import endpoint_address, find_place, gather
 from phoenix_launch.messages import (
+    Deposed,
     Drill,
     Farewell,
     Hello,
@@ -38,10 +39,13 @@ from phoenix_launch.messages import (
     ToAgent,
 )
 from phoenix_launch.node.actions import Leave
-from phoenix_launch.node.arrival import arrived
+from phoenix_launch.node.arrival import arrived, led_to
+from phoenix_launch.node.callers import Callers
 from phoenix_launch.node.diagnostics import say
+from phoenix_launch.node.fencing import Allegiance, must_end, patience
 from phoenix_launch.node.harm import freeze_node, power_loss
 from phoenix_launch.node.output import OutputPump
+from phoenix_launch.node.output_way import OutputWay
 from phoenix_launch.node.poll_loop import PollLoop
 from phoenix_launch.node.probes import Dialer, ProbeListener
 from phoenix_launch.node.report import is_news, node_report
@@ -50,6 +54,7 @@ from phoenix_launch.node.state import NodeState
 from phoenix_launch.node.worker_setup import NodePlace
 from phoenix_launch.node.workers import Workers
 from phoenix_launch.processes import become_subreaper, described
+from phoenix_launch.takeover_messages import Claim, Granted, takeover_key
 from phoenix_launch.wire import Generation
 
 BUSY_SECONDS: Final = 0.02  # between two looks at what sends no event: trees being killed, output being read
@@ -92,11 +97,15 @@ class Agent:
         if bootstrap.interface and not address:
             say(f"phoenix agent: {bootstrap.node} has no interface {bootstrap.interface}")
         ports = (bootstrap.port_low, bootstrap.port_high)
-        self._listener = _probe_listener(self._loop, address, ports, bootstrap)
+        self._allegiance = Allegiance(bootstrap.term)
+        key = takeover_key(bootstrap.slots_key) if bootstrap.slots_key else b""
+        self._callers = Callers(self._loop, bootstrap.job, key, self._judge)
+        self._listener = _probe_listener(self._loop, address, ports, bootstrap, self._callers)
         port = self._listener.port if self._listener else 0
         self._facts: HostFacts = gather(bootstrap, (address, interface), port, guardian)
+        self._way = OutputWay(bootstrap)
         self._pump = OutputPump(
-            bootstrap.output, bootstrap.node, bootstrap.job, lambda: OutputSender(bootstrap), self._remarks.append
+            bootstrap.output, bootstrap.node, bootstrap.job, self._way.connect, self._remarks.append
         )
         self._state = NodeState(bootstrap.command)
         place = NodePlace(bootstrap.node, interface, f"{runtime}{LONGEST_NAME}")
@@ -112,6 +121,8 @@ class Agent:
         self._said_at = float("-inf")
         self._said: NodeReport | None = None
         self._leaving = False  # the supervisor has told us to
+        self._fenced = False  # our workers were ended for want of a supervisor, and of any progress
+        self._left_links: list[tuple[float, RoughLink]] = []  # to those that are obeyed no longer, and when they close
         self._exit: int | None = None
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -161,6 +172,9 @@ class Agent:
             self._link.send(trace, self._generation)
         self._say_remarks()
         self._report()
+        for _, link in [left for left in self._left_links if left[0] <= self._clock.now]:
+            link.close()
+        self._left_links = [left for left in self._left_links if left[0] > self._clock.now]
         self._check_supervisor()
 
     def _saved(self) -> bool:
@@ -194,12 +208,15 @@ class Agent:
     def _check_supervisor(self) -> None:
         timeouts = self._bootstrap.timeouts
         silent = self._clock.now - self._heard_at
+        self._way.orphaned = silent >= timeouts.heartbeat
+        if self._way.orphaned and not self._fenced:
+            self._fence(silent)
         if not self._heard and not self._dialled and silent >= timeouts.connect / 2:
             self._dialled = True
             self._dial_supervisor(timeouts.connect / 2)
         if self._unreachable and not self._heard:
             self._end_alone()
-        elif silent >= timeouts.orphan and self._exit is None:
+        elif silent >= patience(self._state.plan, timeouts.heartbeat, timeouts.orphan) and self._exit is None:
             support = self._workers.support
             if support.can_save:
                 self._workers.kill()  # a version that all nodes have is only left when nobody goes on
@@ -207,6 +224,42 @@ class Agent:
                     return
             say(f"phoenix agent: no word from the supervisor for {silent:.0f} s, {self._bootstrap.node} ends")
             self._end_alone()
+
+    def _fence(self, silent: float) -> None:
+        timeouts = self._bootstrap.timeouts
+        if must_end(silent, self._said.ranks if self._said else (), timeouts.heartbeat, timeouts.first_step):
+            self._fenced = True
+            self._remarks.append(
+                f"no supervisor for {silent:.0f} s and no progress: its workers were ended, their copies kept"
+            )
+            self._workers.kill()
+
+    # --- another supervisor ------------------------------------------------------------------------------------------
+
+    def _judge(self, claim: Claim, caller: str) -> Granted:
+        """Whether a supervisor that wants to take over is granted its term; and if it does, we follow it."""
+        supervised = self._clock.now - self._heard_at < self._bootstrap.timeouts.heartbeat
+        grants = self._allegiance.follow if claim.take else self._allegiance.promise
+        granted = self._exit is None and not self._leaving and grants(claim.term, claim.server_key)
+        report = None
+        if granted and claim.take:
+            self._follow(claim, caller)
+            report = self._whole_report()
+        plan = self._state.plan if report is not None else None
+        highest, obeyed = self._allegiance.highest, self._allegiance.term
+        return Granted(granted, highest, obeyed, self._bootstrap.incarnation, supervised, plan, report)
+
+    def _follow(self, claim: Claim, caller: str) -> None:
+        """From here on nothing that the old supervisor says is heard; that it is one no longer is the last that it is told."""
+        self._link.send(Deposed(self._bootstrap.incarnation, claim.term), self._generation)
+        self._loop.forget(self._link.socket)
+        self._left_links.append((self._clock.now + FAREWELL_SECONDS, self._link))
+        self._bootstrap = led_to(self._bootstrap, claim, caller)
+        self._link = RoughLink(AgentLink(self._bootstrap), self._clock)
+        self._loop.watch(self._link.socket, self._hear)
+        self._way.lead_to(self._bootstrap)
+        self._heard, self._heard_at, self._said = True, self._clock.now, None
+        self._fenced = False
 
     def _dial_supervisor(self, seconds: float) -> None:
         """Why nothing was heard, as far as a plain connection tells."""
@@ -284,17 +337,20 @@ class Agent:
                 self._said_at = now
                 self._link.send(Hello(self._bootstrap.incarnation, self._bootstrap.node, self._facts), self._generation)
             return
-        ranks, support = self._workers.rank_reports(), self._workers.support
-        report = node_report(
-            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer,
-            support.published,
-        )  # fmt: skip
+        report = self._whole_report()
         if due or is_news(report, self._said):
             self._said, self._said_at, self._sequence = report, now, report.seq
             self._link.send(report, self._generation)
 
+    def _whole_report(self) -> NodeReport:
+        ranks, support = self._workers.rank_reports(), self._workers.support
+        return node_report(
+            self._bootstrap.incarnation, self._sequence + 1, self._state, ranks, support.kept, support.peer,
+            support.published,
+        )  # fmt: skip
+
     def _say_remarks(self) -> None:
-        while self._heard and self._remarks:
+        while self._heard and self._remarks and not self._way.orphaned:
             self._link.send(Remark(self._bootstrap.node, self._remarks.popleft()), self._generation)
 
     def _say_probes(self, peers: tuple[PeerProbe, ...]) -> None:
@@ -326,15 +382,16 @@ class Agent:
     def _close(self, linger: float) -> None:
         if self._listener is not None:
             self._listener.close()
+        self._callers.close()
         self._loop.forget(self._link.socket)
         self._link.close(linger)
 
 
 def _probe_listener(
-    loop: PollLoop, address: str, ports: tuple[int, int], bootstrap: AgentBootstrap
+    loop: PollLoop, address: str, ports: tuple[int, int], bootstrap: AgentBootstrap, callers: Callers
 ) -> ProbeListener | None:
     try:
-        return ProbeListener(loop, address or "127.0.0.1", ports, bootstrap.job, bootstrap.node)
+        return ProbeListener(loop, address or "127.0.0.1", ports, bootstrap.job, bootstrap.node, callers.receive)
     except OSError as error:
         say(f"phoenix agent: {bootstrap.node} cannot listen on {address}: {error}")
         return None

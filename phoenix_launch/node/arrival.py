@@ -9,6 +9,7 @@ import msgspec
 
 from phoenix_launch.bootstrap import AgentBootstrap, OutputSettings
 from phoenix_launch.records.folders import jobs_root
+from phoenix_launch.takeover_messages import Claim
 
 EVERYWHERE = "0.0.0.0"
 _SESSION = ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY", "PHOENIX_JOB_KEY")
@@ -33,6 +34,17 @@ def arrived(bootstrap: AgentBootstrap, environ: Mapping[str, str]) -> AgentBoots
         address=bootstrap.address or ("" if bootstrap.interface else server),
         environment={**here, **bootstrap.environment},
         output=_placed(bootstrap.output, environ),
+    )
+
+
+def led_to(bootstrap: AgentBootstrap, claim: Claim, caller: str) -> AgentBootstrap:
+    """The same for another supervisor, which called from this address."""
+    return msgspec.structs.replace(
+        bootstrap,
+        term=claim.term,
+        control_endpoint=_dialled(claim.control_endpoint, caller),
+        output_endpoint=_dialled(claim.output_endpoint, caller),
+        server_key=claim.server_key,
     )
 
 

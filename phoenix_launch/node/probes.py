@@ -18,11 +18,21 @@ _GREETING_BYTES: Final = 1024
 
 
 class ProbeListener:
-    """Says "phoenix JOB NODE" to whoever connects, and closes."""
+    """Says "phoenix JOB NODE" to whoever connects, and hands the caller on."""
 
-    def __init__(self, loop: PollLoop, address: str, ports: tuple[int, int], job: str, node: str) -> None:
-        """On `address`, on one of `ports` (low, high) or any when they are 0. Raises OSError."""
+    def __init__(
+        self,
+        loop: PollLoop,
+        address: str,
+        ports: tuple[int, int],
+        job: str,
+        node: str,
+        receive: Callable[[socket.socket], None] = socket.socket.close,
+    ) -> None:
+        """On `address`, on one of `ports` (low, high) or any when they are 0. Raises OSError. `receive`: a caller who was
+        greeted is its own from then on."""
         self._loop = loop
+        self._receive = receive
         self._greeting = greeting(job, node)
         self._socket = _listen(address, ports)
         self._socket.setblocking(False)
@@ -33,9 +43,13 @@ class ProbeListener:
         try:
             while True:
                 caller, _ = self._socket.accept()
-                with caller:
+                try:
                     caller.setblocking(False)
                     caller.send(self._greeting)
+                except OSError:
+                    caller.close()
+                    raise
+                self._receive(caller)
         except OSError:  # nobody left to accept, or one that went away at once
             return
 

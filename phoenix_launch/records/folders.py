@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -57,6 +59,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     cwd: str
     settings: dict[str, Any]  # RunSettings as JSON has it
+    term: int = 1  # of the supervisor
     nodes: tuple[JobNode, ...]
 
 
@@ -175,6 +178,28 @@ class JobFolder:
                 f"the {kind} key of job {self.job} cannot be read: {error}",
                 hint="only the user who started a job can talk to it",
             ) from None
+
+    def write_private(self, name: str, data: bytes) -> None:
+        """What has secrets in it, and goes when the job ends."""
+        self._write(self._keys / f"{name}.json", data)
+
+    def read_private(self, name: str) -> bytes:
+        """Raises OSError."""
+        return (self._keys / f"{name}.json").read_bytes()
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Only one at a time may take over; whether it is this one."""
+        descriptor = os.open(self.path / "takeover.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(descriptor)
 
     def remove_client_keys(self) -> None:
         """The job has ended and said so: they open nothing any more."""

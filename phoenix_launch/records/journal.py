@@ -131,6 +131,14 @@ class DrillEnded(Event, frozen=True, kw_only=True):
     lost_steps: int | None = None
 
 
+class SupervisorResumed(Event, frozen=True, kw_only=True):
+    """Another supervisor has taken over. `adopted`: training went on all the time."""
+
+    term: int
+    nodes: tuple[str, ...]
+    adopted: bool
+
+
 class JobFinished(Event, frozen=True, kw_only=True):
     exit_code: int
     steps: int | None
@@ -139,7 +147,7 @@ class JobFinished(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     JobStarted | WorkerStarted | SpareParked | Step | Fault | Straggler | Corruption | Swap | Redundancy | Checkpoint | Drill
-    | DrillEnded | JobFinished
+    | DrillEnded | SupervisorResumed | JobFinished
 )  # fmt: skip
 
 _KINDS: Final[dict[str, type[Event]]] = {_snake(kind.__name__): kind for kind in Event.__subclasses__()}

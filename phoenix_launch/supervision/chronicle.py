@@ -85,6 +85,29 @@ class Chronicle:
             settings=settings_document(settings),
         )
 
+    def inherit(self, state: State, inherited: job_events.Resumed) -> None:
+        """From another supervisor, which has written down what its nodes had said."""
+        last = self.folder.read_status()
+        self.repairs.last = last.last_swap if last is not None else None
+        self.names = {index: member.name for index, member in state.members.items()}
+        self.repairs.inherit(state)
+        for index, node in inherited.nodes.items():
+            self.reports[index] = node.report
+            self.repairs.observe(node.report)
+            self._seen_workers |= {(rank.rank, rank.generation) for rank in node.report.ranks}
+            self._seen_parked |= set(node.report.parked_pids)
+            if node.report.published is not None and not node.report.published.error:
+                self._published = node.report.published
+
+    def resumed(self, state: State, *, adopted: bool) -> None:
+        alive = [member.name for member in state.members.values() if member.alive]
+        self.console.say(
+            f"phoenix-run: took over job {self.folder.job} (term {state.term}) with {counted(len(alive), 'node')}: "
+            + ("training was not disturbed" if adopted else "it has to be repaired")
+        )
+        self.journal.write("supervisor_resumed", state.generation, term=state.term, nodes=alive, adopted=adopted)
+        self._save(self.status(state))
+
     def refused(self, state: State, error: PhoenixError) -> None:
         """The job could not start."""
         self.journal.write("job_finished", state.generation, exit_code=error.exit_code, steps=None, goodput=None)
@@ -291,7 +314,7 @@ class Chronicle:
         return JobStatus(
             job=self.folder.job,
             state=_job_state(state),
-            term=state.generation.term,
+            term=state.term,
             generation=state.generation.n,
             step=min(steps) if steps else None,
             redundancy=copies.word or None,

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
 from phoenix_launch import __version__
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.bus.keys import KeyPair, new_key_pair
 from phoenix_launch.bus.supervisor import Peer, PeerKind, SupervisorBus
-from phoenix_launch.errors import StartError
+from phoenix_launch.errors import StartError, SupersededError
 from phoenix_launch.hosts import preflight
 from phoenix_launch.hosts.facts import package_version, script_digest
 from phoenix_launch.hosts.specs import NodeSpec
@@ -40,6 +42,7 @@ from phoenix_launch.settings import RunSettings, timeout
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.guests import Guests
+from phoenix_launch.supervision.handover import Keeper, heritage_of
 from phoenix_launch.supervision.muster import Muster
 from phoenix_launch.supervision.opening import TERM, Job, bootstrap, command_of
 from phoenix_launch.supervision.preparation import Preparation
@@ -50,8 +53,13 @@ from phoenix_launch.supervision.supervisor import Supervisor
 LOOPBACK = "127.0.0.1"
 
 
-def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
-    """Open the bus, run the supervisor, clean up. `started` is called when all nodes were found fit."""
+Made = Callable[[int], Supervisor]  # the supervisor of a term
+Heir = Callable[[SupervisorBus, Made], Supervisor]
+
+
+def run_job(job: Job, started: Callable[[], None] | None = None, heir: Heir | None = None) -> int:
+    """Open the bus, run the supervisor, clean up. `started` is called when all nodes were found fit. `heir`: takes over a job
+    that there is already, and makes its supervisor when it may."""
     with SignalPipe(job.settings.signals_to_handle) as signals, _unstarted_removed(job.folder):
         runtime = _runtime_folder(job.environ)
         try:
@@ -60,7 +68,7 @@ def run_job(job: Job, started: Callable[[], None] | None = None) -> int:
                 job.name, job.keys, job.address, port=job.port, ports=job.settings.port_range, allowed=expected
             )
             try:
-                return _run_on(job, bus, runtime, signals, started)
+                return _run_on(job, bus, runtime, signals, started, heir)
             finally:
                 bus.close(timeout("probe") if job.joining else 0.0)  # hosts that joined are still to hear of the end
         finally:
@@ -77,29 +85,47 @@ def _unstarted_removed(folder: JobFolder) -> Iterator[None]:
 
 
 def _run_on(
-    job: Job, bus: SupervisorBus, runtime: Path, signals: SignalPipe, started: Callable[[], None] | None
+    job: Job,
+    bus: SupervisorBus,
+    runtime: Path,
+    signals: SignalPipe,
+    started: Callable[[], None] | None,
+    heir: Heir | None,
 ) -> int:
     settings = job.settings
     console = Console(bus.output, bus.decode_output, labels=_wants_labels(settings, len(job.specs)))
     chronicle = Chronicle.open(job.folder, console, [spec.host for spec in job.specs], settings)
     chronicle.counters = bus.counters
-    supervisor = _supervisor(job, bus, console, chronicle, runtime)
+
+    def made(term: int) -> Supervisor:
+        supervisor = _supervisor(job, bus, console, chronicle, runtime, term)
+        _write_record(job, bus, term)
+        return supervisor
+
+    supervisor = made(TERM) if heir is None else heir(bus, made)
     if started is not None:
         supervisor.on_start = started
     console.start()
     try:
-        _write_record(job, bus)
-        chronicle.started(job.specs, settings, job.logs)
+        if heir is None:
+            job.folder.write_private("heritage", msgspec.json.encode(heritage_of(job)))
+            chronicle.started(job.specs, settings, job.logs)
+            supervisor.muster.begin(job.specs, supervisor.clock.now)
         for remark in settings.remarks:
             console.say(f"phoenix-run: {remark}")
         if settings.detach:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            supervisor.muster.begin(job.specs, supervisor.clock.now)
             outcome = supervisor.run(signals)
-        finally:
-            supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
+        except SupersededError:
+            signals.close()  # nothing here is ours any more
+            raise
+        except BaseException:
+            supervisor.close()
             signals.close()
+            raise
+        supervisor.close()  # while a signal ends nothing: whoever is left is still to be told
+        signals.close()
         chronicle.finished(supervisor.state, outcome)
         job.folder.remove_client_keys()
         write_error_file(job.environ.get("TORCHELASTIC_ERROR_FILE", ""), outcome)
@@ -127,6 +153,7 @@ def _supervisor(
     console: Console,
     chronicle: Chronicle,
     runtime: Path,
+    term: int,
 ) -> Supervisor:
     settings = job.settings
     status, control = new_key_pair(), new_key_pair()
@@ -136,7 +163,7 @@ def _supervisor(
     job.folder.write_client_keys("control", ClientKeys(control.public, control.secret))
 
     def made(spec: NodeSpec, incarnation: str, keys: KeyPair) -> AgentBootstrap:
-        given = bootstrap(job, bus, spec, incarnation, keys)
+        given = bootstrap(job, bus, term, spec, incarnation, keys)
         chronicle.outputs[spec.index] = given.output
         return given
 
@@ -169,7 +196,8 @@ def _supervisor(
             max_restarts=settings.max_restarts,
             signals=settings.signals_to_handle,
         ),
-        state=membership.start(_rules(job), TERM, time.monotonic()),
+        state=membership.start(_rules(job), term, time.monotonic()),
+        keeper=Keeper(job.folder, muster, wide, term),
         prepare=lambda recruit, state, now: wide.prepare(recruit, state, now, console.say),
         guests=Guests(bus, reception.answer if job.joining else None),
         drills=[parse_plan(text) for text in settings.drills],
@@ -228,8 +256,17 @@ def _wants_labels(settings: RunSettings, nodes: int) -> bool:
     return several and sys.stdout.isatty()
 
 
-def _write_record(job: Job, bus: SupervisorBus) -> None:
+def _write_record(job: Job, bus: SupervisorBus, term: int) -> None:
     endpoint = bus.control_endpoint.replace(EVERYWHERE, LOOPBACK)
+    if term > TERM:
+        before = job.folder.read_record()
+        job.folder.write_record(
+            msgspec.structs.replace(
+                before, term=term, hostname=socket.gethostname(), pid=os.getpid(),
+                start_time=start_time(os.getpid()) or 0, control_endpoint=endpoint, server_key=bus.keys.public,
+            )
+        )  # fmt: skip
+        return
     job.folder.write_record(
         JobRecord(
             job=job.name,
@@ -240,7 +277,7 @@ def _write_record(job: Job, bus: SupervisorBus) -> None:
             control_endpoint=endpoint,
             server_key=bus.keys.public,
             argv=tuple(sys.argv),
-            cwd=os.getcwd(),
+            cwd=job.cwd,
             settings=settings_document(job.settings),
             nodes=tuple(
                 JobNode(s.name, s.index, s.host, s.python or sys.executable, str(job.logs_of(s))) for s in job.specs

@@ -30,11 +30,7 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
         return launch_joined(settings, environ)
     specs = nodes_of(settings)
     check_targets(map(parse_plan, settings.drills), [spec.name for spec in specs], _known_ranks(settings, specs))
-    on_hosts = any(spec.host for spec in specs)
-    if settings.interface or settings.local_addr:
-        address = address_of(settings.interface) if settings.interface else settings.local_addr
-    else:
-        address = EVERYWHERE if on_hosts else LOOPBACK
+    address = bus_address(settings, specs)
     root = jobs_root(environ)
     job = new_job_id(settings.script, root, settings.job_name)
     folder = JobFolder.create(root, job)
@@ -42,6 +38,13 @@ def launch(settings: RunSettings, environ: Mapping[str, str]) -> int:
     if settings.detach:
         return detached(lambda started: run_job(plan, started), job, folder.logs_path)
     return run_job(plan)
+
+
+def bus_address(settings: RunSettings, specs: tuple[NodeSpec, ...]) -> str:
+    """Where the supervisor listens. Raises UsageError."""
+    if settings.interface:
+        return address_of(settings.interface)
+    return settings.local_addr or (EVERYWHERE if any(spec.host for spec in specs) else LOOPBACK)
 
 
 def _known_ranks(settings: RunSettings, specs: tuple[NodeSpec, ...]) -> int:

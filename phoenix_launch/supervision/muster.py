@@ -146,9 +146,10 @@ class Muster:
         self.unwatched = [(when, incarnation) for when, incarnation in self.unwatched if when > now]
         opened = []
         for recruit in due:
-            if recruit is None or recruit.dismissed or recruit.handle is None or recruit.facts is None:
+            if recruit is None or recruit.dismissed or not recruit.spec.host or recruit.facts is None:
                 continue
-            recruit.handle.close()
+            if recruit.handle is not None:  # else it was launched by another supervisor
+                recruit.handle.close()
             recruit.handle = remote.start_watch(
                 recruit.spec.name, recruit.spec.index, recruit.spec.host, recruit.facts.guardian_pid,
                 self.ssh, self.control_folder, timeout("ssh_connect"),

@@ -18,6 +18,7 @@ from phoenix_launch.records.folders import JobFolder
 from phoenix_launch.settings import RunSettings, timeout
 
 TERM = 1  # the first supervisor of a job
+JOINED_PATIENCE = 15.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Job:
     port: int  # 0: any
     joining: Joining | None = None  # hosts come by themselves
     slots_key: str = field(default_factory=lambda: secrets.token_hex(32))  # by which checkpoint servers know each other
+    cwd: str = field(default_factory=os.getcwd)  # of the command, and of its workers
 
     @property
     def name(self) -> str:
@@ -109,14 +111,23 @@ def output_of(
     )
 
 
-def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, keys: KeyPair) -> AgentBootstrap:
+def _orphan_timeout(job: Job) -> float:
+    """Nobody can take over a job whose hosts joined by themselves: unless it was said how long, they do not wait for that."""
+    said = job.settings.orphan_timeout
+    alone = job.joining is not None and "orphan_timeout" not in job.settings.given
+    return min(said, JOINED_PATIENCE) if alone else said
+
+
+def bootstrap(
+    job: Job, bus: SupervisorBus, term: int, spec: NodeSpec, incarnation: str, keys: KeyPair
+) -> AgentBootstrap:
     settings = job.settings
     python = job.environ.get("PYTHON_EXEC") or spec.python or sys.executable
     return AgentBootstrap(
         job=job.name,
         node=spec.name,
         index=spec.index,
-        term=TERM,
+        term=term,
         incarnation=incarnation,
         control_endpoint=bus.control_endpoint,
         output_endpoint=bus.output_endpoint,
@@ -124,18 +135,20 @@ def bootstrap(job: Job, bus: SupervisorBus, spec: NodeSpec, incarnation: str, ke
         public_key=keys.public,
         secret_key=keys.secret,
         environment=job_environment(job.environ, settings.env, simulated=not spec.host),
-        cwd=os.getcwd(),
+        cwd=job.cwd,
         command=command_of(settings, python),
         output=output_of(
             settings, job.logs_of(spec), job.run_id, job.environ, files=(spec.log_dir or settings.log_dir) != os.devnull
         ),
         timeouts=AgentTimeouts(
             heartbeat_interval=timeout("heartbeat_interval"),
-            orphan=settings.orphan_timeout,
+            orphan=_orphan_timeout(job),
             connect=timeout("connect"),
             fork_server=timeout("fork_server"),
             drain_output=timeout("drain_output"),
             reap=timeout("reap"),
+            heartbeat=settings.heartbeat_timeout,
+            first_step=max(timeout("first_step"), settings.hang_timeout),
         ),
         interface=settings.interface,
         port_low=settings.port_range[0],

@@ -53,6 +53,11 @@ class Repairs:
     _steps: dict[tuple[int, Generation], int] = field(default_factory=dict)  # by the process of a rank
     _repair: _Repair | None = None
 
+    def inherit(self, state: State) -> None:
+        """All ran together as the last supervisor has written down."""
+        self._ran = state.generation
+        self._homes = {place.rank: state.members[place.node].name for place in state.places}
+
     def observe(self, report: NodeReport) -> None:
         for rank in report.ranks:
             if rank.step >= 0:

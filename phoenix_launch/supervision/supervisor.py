@@ -18,12 +18,12 @@ import zmq
 from phoenix_launch.bus.supervisor import PeerKind, Received, SupervisorBus
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
-from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError, StartError
+from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError, StartError, SupersededError
 from phoenix_launch.job import drills, membership, wishes
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.drills import DrillPlan
 from phoenix_launch.job.environment import JobIdentity
-from phoenix_launch.job.events import Action, Event
+from phoenix_launch.job.events import Action, Event, Resumed
 from phoenix_launch.job.last_output import LastOutput
 from phoenix_launch.job.last_words import verdict
 from phoenix_launch.job.plans import node_plan
@@ -31,6 +31,7 @@ from phoenix_launch.job.state import NodeState, Outcome, Phase, State
 from phoenix_launch.job.wishes import Wish
 from phoenix_launch.messages import (
     Body,
+    Deposed,
     Drill,
     Farewell,
     Hello,
@@ -53,6 +54,7 @@ from phoenix_launch.supervision import start_words as words
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.guests import Guests
+from phoenix_launch.supervision.handover import Keeper
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.signals import SignalPipe
 
@@ -84,6 +86,8 @@ class Supervisor:
     state: State
     prepare: Callable[[Recruit, State, float], Prepare | None]  # what a node that was found fit is to load; None: later
     guests: Guests  # hosts that started the same command
+    keeper: Keeper
+    inherited: Resumed | None = None  # from another supervisor
     drills: list[DrillPlan] = field(default_factory=list)
     drills_allowed: bool = False
     clock: OwnClock = field(default_factory=OwnClock)
@@ -117,6 +121,7 @@ class Supervisor:
         for source in (self.bus.control, self.bus.monitor, signals):
             poller.register(source, zmq.POLLIN)
         handles: dict[int, Recruit] = {}
+        self._take_over()
         while self._outcome is None:
             ready = {source for source, _ in poller.poll(int(TICK * 1000))}
             self.clock.tick(TICK)
@@ -135,6 +140,17 @@ class Supervisor:
                     handles[recruit.handle.fileno()] = recruit
                     poller.register(recruit.handle.fileno(), zmq.POLLIN)
         return self._outcome
+
+    def _take_over(self) -> None:
+        if self.inherited is None:
+            return
+        now, before = self.clock.now, self.state.generation
+        self.chronicle.inherit(self.state, self.inherited)
+        self._drills_from = now
+        self._apply(self.inherited)
+        self.chronicle.resumed(self.state, adopted=self.state.generation == before)
+        self.drills = drills.to_come(self.drills, self.state)
+        self.on_start()
 
     def _watch_for_harm(self) -> None:
         """Strangers are said when they last: an honest client in the middle of its handshake looks like one for a moment."""
@@ -198,6 +214,8 @@ class Supervisor:
                 self.chronicle.observe(index, recruit.spec.name, body)
                 self._output.note(index, body)
                 self._apply(job_events.Reported(index, body))
+            case Deposed(term=term):
+                raise SupersededError(self.identity.job, term)
             case Farewell():
                 self._apply(job_events.AgentEnded(index, incarnation, "it said farewell"))
             case _:
@@ -260,6 +278,8 @@ class Supervisor:
         self._apply(job_events.Ticked())
         self._hold_for_output(now)
         self._spread(now)
+        if remark := self.keeper.keep(self.state, now):
+            self.console.say(f"phoenix-run: {remark}")
         self.chronicle.keep(self.state, now)
         return launched
 

@@ -103,7 +103,7 @@ def test_when_the_supervisor_dies_every_host_ends_after_the_orphan_timeout(head:
         kill(supervisor)
         assert 1.0 < head.await_end(trees | head.tree("head"), 10) < 6.0
         assert running.wait().code == 128 + 9
-    assert timeout("orphan") == 15
+    assert timeout("orphan") == 600
 
 
 def test_a_host_that_lost_power_is_noticed_in_time_replaced_and_comes_back_as_a_spare(

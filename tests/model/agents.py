@@ -18,6 +18,7 @@ from phoenix_launch.messages import (
 from phoenix_launch.wire import NO_GENERATION, Generation
 
 RANKS: Final = 2
+TERM: Final = 1000  # generations of one term; (1, n) is n
 RUNS, LEFT, NEW, LOADED = "runs", "left", "new", "loaded"
 OUTSIDE: Final = "outside"  # its notice found it in a collective outside of a step: it never leaves it
 EARLY: Final = 1000  # in place of exit code 0, which stands for a process that lives
@@ -58,15 +59,24 @@ class Agent(NamedTuple):
 
 
 @cache
+def generation_of(number: int) -> Generation:
+    return Generation(1 + number // TERM, number % TERM)
+
+
+def number_of(generation: Generation) -> int:
+    return (generation.term - 1) * TERM + generation.n
+
+
+@cache
 def report(node: int, agent: Agent) -> NodeReport:
     kept: tuple[KeptSlot, ...] = ()
     if agent.slots is not None:
         kept = tuple(KeptSlot(f"own{rank}", Slot(stamp_of(agent.slots))) for rank in range(RANKS))
     return NodeReport(
-        f"i{node}", 1, True, 1, (1,), Generation(1, agent.quiesced), Generation(1, agent.applied),
+        f"i{node}", 1, True, 1, (1,), generation_of(agent.quiesced), generation_of(agent.applied),
         tuple(rank_report(worker, agent.complete) for worker in agent.workers),
-        StoreReport(Generation(1, agent.store), "here", 4000) if agent.store else None,
-        offered=Generation(1, agent.offered) if agent.offered else NO_GENERATION, kept=kept,
+        StoreReport(generation_of(agent.store), "here", 4000) if agent.store else None,
+        offered=generation_of(agent.offered) if agent.offered else NO_GENERATION, kept=kept,
     )  # fmt: skip
 
 
@@ -75,23 +85,23 @@ def rank_report(worker: Worker, complete: int) -> RankReport:
         holds=(f"own{worker.rank}",),
         private=f"own{worker.rank}",
         complete=complete if worker.mode == RUNS else -1,
-        joined=Generation(1, worker.joined),
+        joined=generation_of(worker.joined),
         live=stamp_of(worker.stamp) if worker.mode == LEFT else None,
         address=f"{worker.rank}.{worker.joined}",
-        restored=Generation(1, worker.restored) if worker.restored else NO_GENERATION,
+        restored=generation_of(worker.restored) if worker.restored else NO_GENERATION,
         returns=1,
         outside="a collective outside of a step" if worker.mode == OUTSIDE else "",
     )
     ended = ExitReport(worker.code % EARLY if worker.code > 0 else worker.code, 0.0) if worker.code else None
     state = ProcessState.GONE if worker.code else ProcessState.RUNNING
-    born = Generation(1, worker.born)
+    born = generation_of(worker.born)
     version = max(worker.stamp[1], 0)
     inside = version + 1 if worker.mode == RUNS and not worker.code else -1
     return RankReport(worker.rank, born, 1000 + worker.rank, state, version, ended, runtime, inside)
 
 
 def stamp_of(stamp: tuple[int, int]) -> Stamp:
-    return Stamp(Generation(1, stamp[0]), stamp[1])
+    return Stamp(generation_of(stamp[0]), stamp[1])
 
 
 @cache

@@ -35,6 +35,7 @@ from model.agents import (
     Told,
     Worker,
     exchange,
+    number_of,
     report,
     take,
 )
@@ -70,7 +71,10 @@ class Swapping:
     node that lives; `rare`: a rank ends well in the middle of the job, or is in a collective outside of a step when the
     notice comes."""
 
-    def __init__(self, faults: int = 2, *, lost: bool = True, cut: bool = True, rare: bool = False) -> None:
+    def __init__(
+        self, faults: int = 2, *, lost: bool = True, cut: bool = True, rare: bool = False, nodes: int = NODES
+    ) -> None:
+        self.nodes = nodes
         self.lost, self.cut, self.rare, self.most = lost, cut, rare, faults
         self.states: list[State] = []
         self.numbers: dict[str, int] = {}
@@ -107,26 +111,26 @@ class Swapping:
         wish = wishes.wish_for(self.states[number], node)
         stage = {PlanPhase.STOP: 8, PlanPhase.LEAVE: 9}.get(wish.phase, _STAGE.get(wish.phase, 0) + wish.stage)
         its = None if wish.recovery is None else wish.recovery.stamp
-        stamp = None if its is None else (its.generation.n, its.version)
+        stamp = None if its is None else (number_of(its.generation), its.version)
         return Told(
-            wish.generation.n, 3 if wish.phase is PlanPhase.RUN else stage, wish.phase,
+            number_of(wish.generation), 3 if wish.phase is PlanPhase.RUN else stage, wish.phase,
             tuple(place.rank for place in wish.places),
-            tuple(sorted((rank, born.n) for rank, born in wish.born.items())), stamp, wish.host_store,
+            tuple(sorted((rank, number_of(born)) for rank, born in wish.born.items())), stamp, wish.host_store,
         )  # fmt: skip
 
     def _begun(self) -> World:
         """Generation 1 runs on nodes 0 and 1, past its first steps; version 1 is complete."""
         state = membership.start(RULES, 1, 0.0)
-        for node in range(NODES):
+        for node in range(self.nodes):
             admitted = job_events.Admitted(
                 index=node, name=f"node{node}", domain=f"d{node}", slots=1, incarnation=f"i{node}", spare=node >= RANKS
             )
             state, _ = membership.step(state, admitted, 0.0)
         nobody = Told(0, 0, PlanPhase.PARK)
-        agents = [Agent(nobody) for _ in range(NODES)]
+        agents = [Agent(nobody) for _ in range(self.nodes)]
         number = self.number(state)
         for _ in range(4):
-            for node in range(NODES):
+            for node in range(self.nodes):
                 number = self.step(number, job_events.Reported(node, report(node, agents[node])))
                 agents[node] = take(agents[node], self.wish(number, node)) or agents[node]
         agents = [
@@ -136,11 +140,11 @@ class Swapping:
             )
             for agent in agents
         ]  # fmt: skip
-        for node in range(NODES):
+        for node in range(self.nodes):
             number = self.step(number, job_events.Reported(node, report(node, agents[node])))
         assert self.states[number].phase is Phase.RUNNING
         nothing: tuple[()] = ()
-        return World(number, tuple(agents), (nothing,) * NODES, (nothing,) * NODES, 0)
+        return World(number, tuple(agents), (nothing,) * self.nodes, (nothing,) * self.nodes, 0)
 
     # --- moves ---
 
@@ -243,7 +247,10 @@ class Swapping:
 
     def stepped(self, world: World, state: State) -> World:
         """All make a step together and copy it; one of the two versions that a node keeps is enough here."""
-        stamp = (state.generation.n, max(w.stamp[1] for a in world.agents for w in a.workers if w.mode == RUNS) + 1)
+        stamp = (
+            number_of(state.generation),
+            max(w.stamp[1] for a in world.agents for w in a.workers if w.mode == RUNS) + 1,
+        )
         after = world
         for node in {seat.node for seat in state.lineup}:
             agent = after.agents[node]
@@ -288,7 +295,7 @@ class Swapping:
             assert len({w.rank for w in here}) == len(here), f"two hold a rank in generation {generation}"
             running = {w.stamp for w in here if w.mode == RUNS}
             assert len(running) <= 1, f"ranks of generation {generation} run with different states: {running}"
-        assert all(w.joined <= state.generation.n for w in live)
+        assert all(w.joined <= number_of(state.generation) for w in live)
 
     def check_restored(self, world: World, state: State) -> None:
         """All that run on in this generation hold its state; who has died or is new from the slots does not count."""
@@ -297,15 +304,17 @@ class Swapping:
         for holder in state.holders.values():
             agent = world.agents[holder.node]
             for worker in agent.workers:
-                if worker.rank == holder.rank and worker.born == holder.born.n:
-                    assert worker.restored == state.generation.n, f"all go on, but rank {worker.rank} has not restored"
+                if worker.rank == holder.rank and worker.born == number_of(holder.born):
+                    assert worker.restored == number_of(state.generation), (
+                        f"all go on, but rank {worker.rank} has not restored"
+                    )
 
     def all_run(self, world: World, state: State) -> bool:
         if state.phase is not Phase.RUNNING:
             return False
         return all(
             any(
-                w.rank == place.rank and w.mode == RUNS and not w.code and w.joined == state.generation.n
+                w.rank == place.rank and w.mode == RUNS and not w.code and w.joined == number_of(state.generation)
                 for w in world.agents[place.node].workers
             )
             for place in state.places
