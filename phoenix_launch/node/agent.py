@@ -219,6 +219,8 @@ class Agent:
         elif silent >= patience(self._state.plan, timeouts.heartbeat, timeouts.orphan) and self._exit is None:
             support = self._workers.support
             if support.can_save:
+                if not support.halted(self._clock.now):
+                    return
                 self._workers.kill()  # a version that all nodes have is only left when nobody goes on
                 if not support.saved(self._clock.now):
                     return

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from phoenix_launch.bootstrap import AgentBootstrap
 from phoenix_launch.copies import SlotPeer
 from phoenix_launch.local_messages import SlotsKept, WorkerDrill
@@ -59,6 +61,8 @@ class RuntimeSupport:
         if rules is not None:
             self._checkpoint.follow(rules)
         plan, path = self._state.plan, self._checkpoint.path
+        if plan is not None and self._emergency.halting:
+            plan = msgspec.structs.replace(plan, halt=True)
         published = None if self.published is None else self.published.stamp
         self._links.tell(lambda member: worker_plan(plan, member, self._node, path, published))
 
@@ -101,6 +105,10 @@ class RuntimeSupport:
     @property
     def can_save(self) -> bool:
         return self._emergency.possible
+
+    def halted(self, now: float) -> bool:
+        """Whether all workers here have come to a version that is complete, or cannot. Begins with it, as `saved`."""
+        return self._emergency.halted((self.said(m.key) for m in self._state.workers() if m.alive), now)
 
     def saved(self, now: float) -> bool:
         """Whether all copies in memory are on disk, or cannot be. Begins with it; to be asked again until it is True."""

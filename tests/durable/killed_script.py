@@ -1,7 +1,7 @@
 """As tests/swaps/swap_script.py, with harms that take more than one process; says at which step it began.
 
 Fault points beside those of harms.py: "stop" (SIGTERM to the supervisor), "orphan" (SIGKILL to it). Whoever does that
-goes no step further. "term": SIGTERM to it, and training goes on.
+goes no step further. "term", "gone": SIGTERM or SIGKILL to it, and training goes on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from phoenix_runtime.fault_points import FAULT_POINTS
 
 
 def harm_supervisor() -> None:
-    for point, number in (("stop", signal.SIGTERM), ("orphan", signal.SIGKILL), ("term", signal.SIGTERM)):
+    stop, kill = signal.SIGTERM, signal.SIGKILL
+    for point, number in (("stop", stop), ("orphan", kill), ("term", stop), ("gone", kill)):
         if FAULT_POINTS.happens(point):
             _, guardian, supervisor = psutil.Process().parents()[:3]
             assert "guardian" in " ".join(guardian.cmdline()) and "phoenix_launch" in " ".join(supervisor.cmdline())
             supervisor.send_signal(number)
-            if point != "term":
+            if point in ("stop", "orphan"):
                 threading.Event().wait()
 
 

@@ -231,6 +231,24 @@ def test_no_step_that_was_done_is_lost_when_a_job_is_stopped(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_no_step_that_was_done_is_lost_when_nobody_takes_over_from_a_dead_supervisor(
+    kind: str, tmp_path: Path, eventually: Callable[..., object]
+) -> None:
+    root, options = tmp_path / "ck", (*TWO_RANKS, "--heartbeat-timeout", 1, "--orphan-timeout", 4)
+    done = stopped(tmp_path / "a", root, KILLED, kind, 100_000, options=options, faults=["gone,1,7"])
+    assert done.code == -signal.SIGKILL, done.err
+    eventually(lambda: len(list(root.glob("emergency-*/node-*"))) == 2, seconds=60.0, what="saved copies of both nodes")
+    logs = "".join(path.read_text() for path in done.job.glob("logs/*/*.out"))
+    newest = max(json.loads(line)["done"] for line in logs.splitlines() if '"done"' in line)
+    assert newest > 7, "training goes on without a supervisor"
+    resumed = run(tmp_path / "b", root, KILLED, kind, newest + 3, options=(*TWO_RANKS, "--resume"))
+    assert begun(resumed) == {newest}
+    calm = run(tmp_path / "calm", None, KILLED, kind, newest + 3, options=TWO_RANKS)
+    assert digests(resumed) == digests(calm)
+
+
+@pytest.mark.slow
 def test_everything_that_training_state_can_be_comes_back(tmp_path: Path) -> None:
     root, script = tmp_path / "ck", TESTS / "swaps" / "state_script.py"
     calm = run(tmp_path / "calm", None, script, "everything", 11, options=FOUR_RANKS)
