@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,8 @@ from phoenix_launch.job.state import Holder, Phase, Rung, Slow
 from phoenix_launch.job.wishes import wish_for
 from phoenix_launch.messages import RankReport
 from phoenix_launch.progress import PaceFigures
+from phoenix_launch.records.view import status_text
+from phoenix_launch.status import JobState, JobStatus, RankStatus
 
 RULES = replace(PAIR, heartbeat_timeout=1e9, first_step_timeout=1e9)
 MOVES = replace(RULES, replace_stragglers=True)
@@ -66,6 +69,20 @@ def test_one_that_is_twice_as_slow_is_always_named_alone(
     late = data.draw(st.integers(0, ranks - 1))
     computes = [usual * data.draw(st.floats(1.0, 1.2)) * (factor if rank == late else 1.0) for rank in range(ranks)]
     assert slow_ones(*computes) == [late]
+
+
+@given(st.lists(st.floats(0.001, 100.0), min_size=2, max_size=20), st.data())
+def test_the_median_of_the_others_is_found_in_one_order_of_all(computes: list[float], data: st.DataObject) -> None:
+    one = data.draw(st.sampled_from(computes))
+    others = list(computes)
+    others.remove(one)
+    assert stragglers.median_without(sorted(computes), one) == pytest.approx(statistics.median(others))
+
+
+def test_people_see_by_how_much() -> None:
+    rank = RankStatus(rank=2, node="node1", pid=7, state="running", step=5, compute_s=0.21, slow=2.1)
+    text = status_text(JobStatus(job="j", state=JobState.RUNNING, ranks=(rank,)))
+    assert "running, slow 2.1x" in text
 
 
 # --- when ---
@@ -119,6 +136,7 @@ class Slowed(Swaps):
                 fields = {name: getattr(report, name) for name in RankReport.__struct_fields__}
                 ranks.append(RankReport(**{**fields, "pace": PaceFigures(compute=computes[rank], role=1)}))
             self.say(node, *ranks)
+        self.pass_time(stragglers.LOOK)
 
     def slow(self, *computes: float) -> None:
         self.look(*computes, step=50)

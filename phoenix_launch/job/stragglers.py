@@ -6,8 +6,8 @@ whoever waits for a straggler is none. Only ranks of an equal role are compared;
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,6 +18,7 @@ MARGIN: Final = 0.05  # and so many seconds more
 CALM: Final = 1.25  # it is over below this factor, or half of the margin
 STEPS: Final = 10  # for so many steps
 SECONDS: Final = 5.0  # and so long each verdict has to hold before it is told
+LOOK: Final = 0.5  # seconds from one look to the next
 PAUSE: Final = 600.0  # from one straggler's replacement to the next
 
 
@@ -39,13 +40,23 @@ class Verdict:
 
 def verdicts(holders: Iterable[Holder]) -> dict[int, Verdict]:
     """By rank, of those that have peers."""
-    known = [(holder.rank, holder.pace) for holder in holders if holder.pace is not None]
-    found = {}
-    for rank, pace in known:
-        peers = [other.compute for number, other in known if number != rank and other.role == pace.role]
-        if peers:
-            found[rank] = Verdict(pace.compute, statistics.median(peers))
+    by_role: dict[int, dict[int, float]] = {}
+    for holder in holders:
+        if holder.pace is not None:
+            by_role.setdefault(holder.pace.role, {})[holder.rank] = holder.pace.compute
+    found: dict[int, Verdict] = {}
+    for computes in by_role.values():
+        ordered = sorted(computes.values())
+        if len(ordered) > 1:
+            found |= {rank: Verdict(compute, median_without(ordered, compute)) for rank, compute in computes.items()}
     return found
+
+
+def median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of all but one of these, which are in order; there are thousands of ranks, and each is asked for."""
+    place, others = bisect.bisect_left(ordered, one), len(ordered) - 1
+    low, high = (ordered[k if k < place else k + 1] for k in ((others - 1) // 2, others // 2))
+    return (low + high) / 2
 
 
 def watched(before: Mapping[int, Slow], holders: Mapping[int, Holder], now: float) -> dict[int, Slow]:

@@ -18,6 +18,8 @@ class Straggling(Hanging):
         state = self.state
         if not state.slow and all(holder.pace is None for holder in state.holders.values()):
             return False
+        if self.now - state.looked_at < stragglers.LOOK:
+            return False
         slow = stragglers.watched(state.slow, state.holders, self.now)
         for rank, each in slow.items():
             before = state.slow.get(rank)
@@ -26,8 +28,7 @@ class Straggling(Hanging):
         for rank, each in state.slow.items():
             if each.told and rank in state.holders and (rank not in slow or slow[rank].born != each.born):
                 self._tell(rank, each, over=True)
-        if slow != state.slow:
-            self.state = replace(state, slow=slow)
+        self.state = replace(state, slow=slow, looked_at=self.now)
         return self.state.rules.replace_stragglers and self._replaces()
 
     def _tell(self, rank: int, slow: Slow, *, over: bool = False) -> None:
