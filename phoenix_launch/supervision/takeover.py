@@ -110,6 +110,11 @@ def check(answers: Iterable[Answer], job: str, seats: frozenset[int], *, force: 
     training = any(answer.granted and answer.agent.spec.index in seats for answer in answers)
     if (2 * granted > len(answers) and training) or (force and granted):
         return
+    if not answers:
+        raise PhoenixError(
+            f"all nodes of job {job} were lost before its supervisor was",
+            hint="start the job again, with --resume if it can",
+        )
     silent = [f"{answer.agent.spec.name} ({answer.error})" for answer in answers if answer.said is None]
     if not granted:
         raise PhoenixError(
