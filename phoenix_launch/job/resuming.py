@@ -16,6 +16,7 @@ from phoenix_launch.job import holding
 from phoenix_launch.job.commit import Lineage
 from phoenix_launch.job.events import Inherited, Resumed
 from phoenix_launch.job.state import Phase, Rung, State
+from phoenix_launch.job.stopping import HALT_SHARE
 from phoenix_launch.job.swapping import Swapping
 from phoenix_launch.messages import NodePlan, PlanPhase
 
@@ -31,10 +32,13 @@ class Resuming(Swapping):
             for index, member in self.state.members.items()
         }
         ended = {rank: replace(its, at=now) for rank, its in self.state.ended.items()}
+        halt = self.state.halt and replace(self.state.halt, until=now + HALT_SHARE * self.state.rules.shutdown_timeout)
+        moved_at = None if self.state.moved_at is None else now
         plans = [node.plan for node in event.nodes.values() if node.plan is not None]
         self.state = replace(
             self.state, term=event.term, since=now, members=members, ended=ended, behind=None, stacks_since=None,
-            charged=None, condemned=frozenset(), lineage=merged(self.state.lineage, plans),
+            charged=None, condemned=frozenset(), slow={}, moved_at=moved_at, halt=halt,
+            lineage=merged(self.state.lineage, plans),
         )  # fmt: skip
         for index in members:
             if index not in event.nodes:

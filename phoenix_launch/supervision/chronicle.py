@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ import msgspec
 
 from phoenix_launch.bootstrap import OutputSettings
 from phoenix_launch.bus.supervisor import BusCounters
-from phoenix_launch.errors import EXIT_OK, EXIT_SIGNAL_BASE, PhoenixError
+from phoenix_launch.errors import PhoenixError
 from phoenix_launch.hosts.specs import NodeSpec
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job import holding
@@ -29,6 +28,7 @@ from phoenix_launch.settings import RunSettings
 from phoenix_launch.status import CheckpointStatus, CopyStatus, JobState, JobStatus, Move, NodeStatus, RankStatus
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.drill_record import Drilled, DrillRecord
+from phoenix_launch.supervision.job_states import job_state, stopped_by
 from phoenix_launch.supervision.repairs import SCRIPT, Repairs
 from phoenix_launch.wire import Generation
 from phoenix_launch.wording import counted, ranks_named
@@ -313,7 +313,7 @@ class Chronicle:
         copies = Redundancy() if outcome else redundancy(state)
         return JobStatus(
             job=self.folder.job,
-            state=_job_state(state),
+            state=job_state(state),
             term=state.term,
             generation=state.generation.n,
             step=min(steps) if steps else None,
@@ -327,7 +327,7 @@ class Chronicle:
             if self._published is None
             else CheckpointStatus(step=self._published.stamp.version, path=self._published.path),
             reason=outcome.text if outcome else "",
-            stopped_by=_signal(outcome),
+            stopped_by=stopped_by(outcome),
             as_of=time.time(),
             restarts=state.restarts_used,
             dropped_messages=self.counters.dropped,
@@ -388,27 +388,3 @@ def _parted(nodes: tuple[NodeStatus, ...]) -> tuple[NodeStatus, ...]:
         node if node.state == NodeState.LOST.value else msgspec.structs.replace(node, state="left", spares=0)
         for node in nodes
     )
-
-
-def _signal(outcome: Outcome | None) -> str:
-    """The name of the signal that stopped the job; empty when it ended by itself."""
-    if outcome is None or outcome.cause is not None or outcome.exit_code <= EXIT_SIGNAL_BASE:
-        return ""
-    number = outcome.exit_code - EXIT_SIGNAL_BASE
-    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-
-
-def _job_state(state: State) -> JobState:
-    if state.phase is Phase.FINISHED and state.outcome is not None:
-        return JobState.FINISHED if state.outcome.exit_code == EXIT_OK else JobState.FAILED
-    match state.phase:
-        case Phase.STARTING:
-            return JobState.STARTING
-        case Phase.QUIESCING:
-            return JobState.SWAPPING if state.attempt else JobState.STARTING
-        case Phase.SWAPPING:
-            return JobState.SWAPPING
-        case Phase.WAITING:
-            return JobState.PARKED
-        case _:
-            return JobState.RUNNING

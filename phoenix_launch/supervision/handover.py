@@ -129,7 +129,7 @@ class Keeper:
 
 def essence(state: State) -> tuple[object, ...]:
     """What another supervisor has to know of a state; the rest it hears from the nodes."""
-    members = tuple((i, m.incarnation, m.state, m.left, m.server) for i, m in state.members.items())
+    members = tuple((i, m.incarnation, m.state, m.left, m.server, m.avoided) for i, m in state.members.items())
     holders = tuple(
         (h.rank, h.node, h.born, h.seen, h.runtime.holds if h.runtime is not None else None)
         for h in state.holders.values()
@@ -138,4 +138,5 @@ def essence(state: State) -> tuple[object, ...]:
     return (
         state.generation, state.phase, state.lineup, state.store, state.rung, state.resume, swap, state.lineage,
         state.leave, state.restarts_used, state.outcome, members, holders, frozenset(state.ended),
+        state.odd, state.halt,
     )  # fmt: skip

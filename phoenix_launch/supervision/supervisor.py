@@ -144,9 +144,8 @@ class Supervisor:
     def _take_over(self) -> None:
         if self.inherited is None:
             return
-        now, before = self.clock.now, self.state.generation
+        before, self._drills_from = self.state.generation, self.clock.now
         self.chronicle.inherit(self.state, self.inherited)
-        self._drills_from = now
         self._apply(self.inherited)
         self.chronicle.resumed(self.state, adopted=self.state.generation == before)
         self.drills = drills.to_come(self.drills, self.state)
