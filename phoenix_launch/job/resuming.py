@@ -37,7 +37,7 @@ class Resuming(Swapping):
         plans = [node.plan for node in event.nodes.values() if node.plan is not None]
         self.state = replace(
             self.state, term=event.term, since=now, members=members, ended=ended, behind=None, stacks_since=None,
-            charged=None, condemned=frozenset(), slow={}, moved_at=moved_at, halt=halt,
+            charged=None, condemned=frozenset(), slow={}, moved_at=moved_at, looked_at=None, halt=halt,
             lineage=merged(self.state.lineage, plans),
         )  # fmt: skip
         for index in members:

@@ -249,7 +249,7 @@ class State:
     verdict: str = "hang"  # why
     odd: tuple[Odd, ...] = ()  # what was found to be corrupt
     slow: Mapping[int, Slow] = field(default_factory=dict)  # by rank
-    looked_at: float = float("-inf")  # for such ones
+    looked_at: float | None = None  # for such ones
     moved_at: float | None = None  # when a straggler was replaced last
     bundles: tuple[Bundle, ...] = ()  # of all ranks, as they last said
     lineage: Lineage = field(default_factory=Lineage)

@@ -18,7 +18,7 @@ class Straggling(Hanging):
         state = self.state
         if not state.slow and all(holder.pace is None for holder in state.holders.values()):
             return False
-        if self.now - state.looked_at < stragglers.LOOK:
+        if state.looked_at is not None and self.now - state.looked_at < stragglers.LOOK:
             return False
         slow = stragglers.watched(state.slow, state.holders, self.now)
         for rank, each in slow.items():
