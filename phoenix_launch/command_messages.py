@@ -43,6 +43,12 @@ class StopRequest(Message, frozen=True):
     signal: int = 15
 
 
+class DrainRequest(Message, frozen=True):
+    """drain: `node` is an index or a name."""
+
+    node: str
+
+
 class FaultRequest(Message, frozen=True):
     """inject-fault: `node` is an index or a name, empty when `rank` is meant. `value`: an exit code, a factor; `duration`:
     seconds, 0: to the end (of a frozen node: `drills.FROZEN_SECONDS`)."""
@@ -62,7 +68,7 @@ class Answer(Message, frozen=True):
     text: str = ""
 
 
-FromCommand = StatusRequest | StopRequest | FaultRequest
+FromCommand = StatusRequest | StopRequest | DrainRequest | FaultRequest
 ToCommand = StatusReply | Answer
 
 ANSWERS: Final = msgspec.msgpack.Decoder(Envelope[ToCommand])

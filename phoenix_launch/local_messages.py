@@ -271,7 +271,7 @@ class WorkerPlan(Message, frozen=True):
     startup: StartupCopy | None = None
     leave: bool = False  # all scripts are over: it need not wait any longer
     published: Stamp | None = None  # this checkpoint on disk was made visible, or cannot be
-    halt: bool = False  # the job is about to stop: copy the state once more, and change it no more
+    halt: bool = False  # as in the node's plan
 
 
 class WorkerDrill(Message, frozen=True):

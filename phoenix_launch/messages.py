@@ -108,7 +108,9 @@ class RuntimeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degraded: str = ""  # why some of its replicas are not where they should be
     odd: tuple[OddBits, ...] = ()  # found last
     written: Stamp | None = None  # rank 0: a checkpoint that is whole on disk, with the generation that has written it
-    halted: int = -1  # the version that is complete, and that it will not leave since the job is about to stop
+    halted: Stamp | None = (
+        None  # the complete version that it will not leave, as it was told; with the generation that is now
+    )
 
 
 class Standstill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -285,7 +287,7 @@ class NodePlan(Message, frozen=True):
     resumption: Resumption | None = None
     ground: Ground | None = None  # None: nobody of this job knows the runtime
     leave: bool = False  # all scripts are over: who waits for the others may end
-    halt: bool = False  # the job is about to stop: copy the state once more, and change it no more
+    halt: bool = False  # the job is about to stop, or a node is left: copy the state once more, and change it no more
     save: bool = False  # before it leaves: what it keeps in memory goes to disk, if the job has a folder for that
     condemned: tuple[
         tuple[int, Generation], ...

@@ -69,6 +69,7 @@ _ROWS: Final = (
     Timeout("partner", 5.0, "a node that is asked to keep a replica takes it, before another one is asked"),
     Timeout("slot_request", 30.0, "a node's checkpoint server answers a worker that wants to write or read a slot"),
     Timeout("last_checkpoint", 120.0, "a script that is over waits for a checkpoint on disk that is being written"),
+    Timeout("drain", 120.0, "a node that `phoenix-run drain` is about has left"),
     Timeout("halt", 15.0, "workers of a node whose supervisor is gone for good come to a version that is complete"),
     Timeout("emergency_save", 60.0, "a node that has to stop writes its copies in memory to disk"),
     Timeout("shutdown", 30.0, "a worker ends after its signal; then SIGKILL to its whole tree", "--shutdown-timeout"),

@@ -49,7 +49,7 @@ class Control:
         sock: connected to the agent.
         abort: takes every thread of this process out of every collective; returns what is stuck. Called by our thread.
         starts_alone: whether, with this plan, the process has no communicators yet, so that there is nothing to abort.
-        halt: the job is about to stop. Called by our thread.
+        halt: whether all ranks are to come to one version and stay. Called by our thread with each plan.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Control:
         sock: socket.socket,
         abort: Callable[[BaseException], tuple[str, ...]],
         starts_alone: Callable[[WorkerPlan], bool],
-        halt: Callable[[], None] = lambda: None,
+        halt: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._sock, self._abort, self._starts_alone, self._halt = sock, abort, starts_alone, halt
         self._sending = threading.Lock()
@@ -76,7 +76,7 @@ class Control:
         environ: Mapping[str, str],
         abort: Callable[[BaseException], tuple[str, ...]],
         starts_alone: Callable[[WorkerPlan], bool],
-        halt: Callable[[], None] = lambda: None,
+        halt: Callable[[bool], None] = lambda _: None,
     ) -> Control | None:
         """Say hello to the agent and hear its first answer; None where there is no agent that answers."""
         path = environ.get(AGENT, "")
@@ -207,8 +207,7 @@ class Control:
             if notice:
                 self._noticed = plan.generation
             self._changed.notify_all()
-        if plan.halt:
-            self._halt()
+        self._halt(plan.halt)
         if notice:
             self._notice(plan)
 

@@ -119,7 +119,7 @@ def _enter(patience: timedelta | None, options: dict[str, Any]) -> None:
     def starts_alone(plan: WorkerPlan) -> bool:
         return BACKEND.alone or (plan.alone and not copier)  # from the first word on, before its groups are there
 
-    halt = Halt(lambda version: control.report(halted=version) if control is not None else None)
+    halt = Halt(lambda stamp: control.report(halted=stamp) if control is not None else None)
     control = Control.connect(os.environ, abort, starts_alone, halt.ask)
     if control is None:
         dist.init_process_group(communicators.NAME, timeout=patience, **options)

@@ -38,6 +38,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
         "drill_ended",
         {"kind": "kill-node", "target": "node1", "detection": 0.1, "recovery": 1.2, "redundancy": 0.5, "lost_steps": 0},
     ),
+    ("node_drained", {"node": "node1"}),
     ("supervisor_resumed", {"term": 2, "nodes": ["node0", "node1"], "adopted": True}),
     ("job_finished", {"exit_code": 0, "steps": None, "goodput": None}),
 ]

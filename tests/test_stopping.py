@@ -8,6 +8,7 @@ from dataclasses import replace
 from test_membership import PAIR
 from test_membership_swaps import Swaps
 
+from phoenix_launch.copies import Stamp
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.state import Phase
 from phoenix_launch.messages import PlanPhase
@@ -22,7 +23,7 @@ def asked(rules: object = SAVING) -> Swaps:
 
 
 def halted(job: Swaps, index: int, version: int = 7) -> None:
-    job.say(index, *(job.rank(rank, halted=version) for rank in job.here(index)))
+    job.say(index, *(job.rank(rank, halted=Stamp(job.state.generation, version)) for rank in job.here(index)))
 
 
 def test_workers_hear_of_the_signal_when_what_they_have_done_is_copied_everywhere() -> None:

@@ -54,6 +54,13 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """This node is to be left."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class GaveUp:
     """Something outside this machine decides the end (preflight of a start that cannot work ...)."""
 
@@ -98,7 +105,17 @@ class Resumed:
 
 
 Event = (
-    Resumed | Admitted | Reported | ChannelClosed | AgentEnded | StopAsked | GaveUp | OutputHeld | StacksTaken | Ticked
+    Resumed
+    | Admitted
+    | Reported
+    | ChannelClosed
+    | AgentEnded
+    | StopAsked
+    | DrainAsked
+    | GaveUp
+    | OutputHeld
+    | StacksTaken
+    | Ticked
 )
 
 
@@ -187,6 +204,13 @@ class WaitingForNode:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeDrained:
+    """It has no ranks any more, and nobody needs what it keeps."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Nothing of this incarnation may go on: it is told to leave whenever it is heard of."""
 
@@ -217,6 +241,7 @@ Action = (
     | CommunicatorsKnown
     | GenerationRuns
     | WaitingForNode
+    | NodeDrained
     | Fence
     | Relaunch
     | Finished

@@ -12,11 +12,13 @@ from dataclasses import replace
 from phoenix_launch.errors import EXIT_DO_NOT_REQUEUE, EXIT_OK, EXIT_WORKER_FAILED
 from phoenix_launch.job import holding
 from phoenix_launch.job.corruption import Corrupted
+from phoenix_launch.job.draining import Draining
 from phoenix_launch.job.events import (
     Action,
     Admitted,
     AgentEnded,
     ChannelClosed,
+    DrainAsked,
     Event,
     FaultFound,
     GaveUp,
@@ -30,7 +32,6 @@ from phoenix_launch.job.events import (
 from phoenix_launch.job.resuming import Resuming
 from phoenix_launch.job.starting import Starting
 from phoenix_launch.job.state import SIGTERM, Ended, Holder, Member, NodeState, Outcome, Phase, Rules, State, how
-from phoenix_launch.job.stopping import Stopping
 from phoenix_launch.job.transition import silent_since
 from phoenix_launch.messages import NodeReport, NoRoom
 from phoenix_launch.wire import Generation
@@ -52,7 +53,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     return work.state, tuple(work.actions)
 
 
-class _Transition(Corrupted, Resuming, Starting, Stopping):
+class _Transition(Corrupted, Resuming, Starting, Draining):
     # --- what each event does ---
 
     def take(self, event: Event) -> None:
@@ -74,6 +75,8 @@ class _Transition(Corrupted, Resuming, Starting, Stopping):
                 self._agent_ended(index, incarnation, detail)
             case StopAsked(signal):
                 self._stop(signal)
+            case DrainAsked(index):
+                self._drain(index)
             case GaveUp(outcome):
                 if self.state.phase is not Phase.LEAVING:
                     self._leave(outcome)
@@ -197,11 +200,12 @@ class _Transition(Corrupted, Resuming, Starting, Stopping):
 
     def _settle_running(self) -> None:
         self._find_corruption()
+        if self._halts():
+            return
+        self._let_go()
         state = self.state
         failed = holding.failed(state)
         too_full = holding.no_room(state)
-        if self._halts():
-            return
         if too_full is not None:
             self._enter(
                 Phase.STOPPING, outcome=self._no_room(too_full), signal=SIGTERM, grace=state.rules.shutdown_timeout

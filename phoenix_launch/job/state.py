@@ -111,6 +111,7 @@ class Member:
     server: SlotPeer | None = None  # where its checkpoint server is
     suspect_since: float = 0.0
     failures: int = 0
+    draining: bool = False  # it was asked for, and it may leave when its ranks have moved
     left: bool = False
     avoided: bool = False  # its ranks were moved away: it gets others only where no other node is left
 
@@ -215,10 +216,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
-    """The job is about to stop by this signal: as soon as what all ranks have done is copied, or at `until`."""
+    """All ranks are to come to one version, by then at the latest. Then the job stops by this signal, or this node is left."""
 
-    signal: int
     until: float
+    signal: int = 0
+    drain: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,9 @@ class Stopping(Transition):
             left = max(0.0, state.since + state.grace - self.now)
             grace = min(left, HURRIED_GRACE) if state.grace > HURRIED_GRACE else 0.0
             self._enter(Phase.STOPPING, grace=grace)  # an agent counts a grace from when it hears of it: so do we
-        elif state.halt is not None:
+        elif state.halt is not None and state.halt.signal:
             self._pass_on(state.halt.signal, HURRIED_GRACE)
-        elif self._can_halt():
+        elif state.rules.save_timeout > 0 and self._all_train():
             until = self.now + HALT_SHARE * state.rules.shutdown_timeout
             self.state = replace(state, halt=Halt(signal=signal, until=until))
         elif any(member.alive for member in state.members.values()) and state.phase is not Phase.STARTING:
@@ -38,13 +38,12 @@ class Stopping(Transition):
         else:
             self._leave(_stopped_by(signal))
 
-    def _can_halt(self) -> bool:
-        """Whether what is in memory goes to disk, and all ranks train: then no step that is done need be lost."""
+    def _all_train(self) -> bool:
+        """Whether all ranks can come to one version: then no step that is done need be lost."""
         state = self.state
         runtimes = [holder.runtime for holder in state.holders.values()]
         return (
-            state.rules.save_timeout > 0
-            and state.phase is Phase.RUNNING
+            state.phase is Phase.RUNNING
             and not state.ended
             and not self._seat_empty()
             and bool(runtimes)
@@ -52,17 +51,23 @@ class Stopping(Transition):
         )
 
     def _halts(self) -> bool:
-        """Whether the end is put off until all ranks have come to a version that is complete."""
+        """Whether nothing else happens until all ranks have come to a version that is complete."""
         state, halt = self.state, self.state.halt
         if halt is None:
             return False
         runtimes = [holder.runtime for holder in state.holders.values()]
-        halted = all(runtime is not None and runtime.halted >= 0 for runtime in runtimes)
-        if not halted and self.now < halt.until and self._can_halt():
+        halted = all(
+            runtime is not None and runtime.halted is not None and runtime.halted.generation == state.generation
+            for runtime in runtimes
+        )
+        if not halted and self.now < halt.until and self._all_train():
             return True
-        spent = self.now - (halt.until - HALT_SHARE * state.rules.shutdown_timeout)
-        self._pass_on(halt.signal, max(0.0, state.rules.shutdown_timeout - spent))
-        return True
+        self._after_halt(halt)
+        return bool(halt.signal)
+
+    def _after_halt(self, halt: Halt) -> None:
+        spent = self.now - (halt.until - HALT_SHARE * self.state.rules.shutdown_timeout)
+        self._pass_on(halt.signal, max(0.0, self.state.rules.shutdown_timeout - spent))
 
     def _pass_on(self, signal: int, grace: float) -> None:
         ran = self.state.phase is Phase.RUNNING

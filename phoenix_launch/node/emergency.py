@@ -35,7 +35,7 @@ class EmergencySave:
         """Begins at the first call; to be asked until it is True. `said`: by each worker that lives here."""
         if self._halt_until is None:
             self._halt_until = now + timeout("halt")
-        return now >= self._halt_until or all(runtime is None or runtime.halted >= 0 for runtime in said)
+        return now >= self._halt_until or all(runtime is None or _halted(runtime) for runtime in said)
 
     def over(self, world: int, now: float) -> bool:
         """Begins at the first call; to be asked until it is True. `world`: ranks of the job."""
@@ -55,3 +55,7 @@ class EmergencySave:
         else:
             self._remark(f"its copies in memory are saved in {saved.folder}: --resume goes on from them")
         return True
+
+
+def _halted(runtime: RuntimeReport) -> bool:
+    return runtime.halted is not None and runtime.halted.generation == runtime.joined

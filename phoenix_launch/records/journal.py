@@ -131,6 +131,12 @@ class DrillEnded(Event, frozen=True, kw_only=True):
     lost_steps: int | None = None
 
 
+class NodeDrained(Event, frozen=True, kw_only=True):
+    """Its ranks have moved, as was asked for, and it has left."""
+
+    node: str
+
+
 class SupervisorResumed(Event, frozen=True, kw_only=True):
     """Another supervisor has taken over. `adopted`: training went on all the time."""
 
@@ -147,7 +153,7 @@ class JobFinished(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     JobStarted | WorkerStarted | SpareParked | Step | Fault | Straggler | Corruption | Swap | Redundancy | Checkpoint | Drill
-    | DrillEnded | SupervisorResumed | JobFinished
+    | DrillEnded | NodeDrained | SupervisorResumed | JobFinished
 )  # fmt: skip
 
 _KINDS: Final[dict[str, type[Event]]] = {_snake(kind.__name__): kind for kind in Event.__subclasses__()}

@@ -231,6 +231,10 @@ class Chronicle:
                 self._runs(state)
             case job_events.WaitingForNode(text):
                 self.console.say(f"phoenix-run: {text}")
+            case job_events.NodeDrained(index):
+                name = state.members[index].name
+                self.console.say(f"phoenix-run: {name} is drained: nothing of the job is there any more")
+                self.journal.write("node_drained", state.generation, node=name)
             case _:
                 return
         self._save(self.status(state))  # for `jobs`, and for whoever asks when the supervisor is gone
@@ -341,7 +345,7 @@ class Chronicle:
                 index=m.index,
                 name=m.name,
                 role="training" if m.index in seated or (not state.lineup and not m.spare) else "spare",
-                state=NodeState.DRAINED.value if m.avoided and m.alive else m.state.value,
+                state=NodeState.DRAINED.value if m.avoided and m.alive and not m.draining else m.state.value,
                 spares=m.parked if m.state is not NodeState.LOST else 0,
                 host=self.hosts.get(m.index, ""),
             )

@@ -129,7 +129,9 @@ class Keeper:
 
 def essence(state: State) -> tuple[object, ...]:
     """What another supervisor has to know of a state; the rest it hears from the nodes."""
-    members = tuple((i, m.incarnation, m.state, m.left, m.server, m.avoided) for i, m in state.members.items())
+    members = tuple(
+        (i, m.incarnation, m.state, m.left, m.server, m.avoided, m.draining) for i, m in state.members.items()
+    )
     holders = tuple(
         (h.rank, h.node, h.born, h.seen, h.runtime.holds if h.runtime is not None else None)
         for h in state.holders.values()

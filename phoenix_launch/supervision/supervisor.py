@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +16,17 @@ import zmq
 
 from phoenix_launch.bus.supervisor import PeerKind, Received, SupervisorBus
 from phoenix_launch.clock import OwnClock
-from phoenix_launch.command_messages import Answer, DrillKind, FaultRequest, StatusReply, StatusRequest, StopRequest
+from phoenix_launch.command_messages import (
+    Answer,
+    DrainRequest,
+    DrillKind,
+    FaultRequest,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
 from phoenix_launch.errors import EXIT_SIGNAL_BASE, PhoenixError, StartError, SupersededError
-from phoenix_launch.job import drills, membership, wishes
+from phoenix_launch.job import draining, drills, membership, wishes
 from phoenix_launch.job import events as job_events
 from phoenix_launch.job.drills import DrillPlan
 from phoenix_launch.job.environment import JobIdentity
@@ -56,6 +63,7 @@ from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.guests import Guests
 from phoenix_launch.supervision.handover import Keeper
 from phoenix_launch.supervision.muster import Muster, Recruit
+from phoenix_launch.supervision.parting import part
 from phoenix_launch.supervision.signals import SignalPipe
 
 TICK = 0.25  # seconds between looks at the deadlines when nothing happens
@@ -177,6 +185,8 @@ class Supervisor:
             self._stop(body.signal)
         elif peer.kind is PeerKind.CONTROL and isinstance(body, FaultRequest):
             self._answer(received, self._inject(body))
+        elif peer.kind is PeerKind.CONTROL and isinstance(body, DrainRequest):
+            self._answer(received, self._drain(body.node))
         else:
             self._answer(received, Answer(False, f"a {peer.kind.value} key does not allow this"))
 
@@ -347,6 +357,15 @@ class Supervisor:
             return True
         return now - sent.at > timeout("resend") and not wishes.fulfilled(self.state, index)
 
+    def _drain(self, node: str) -> Answer:
+        try:
+            index, text = draining.to_drain(self.state, node)
+        except PhoenixError as error:
+            return Answer(False, error.message)
+        self.console.say(f"phoenix-run: {text}")
+        self._apply(job_events.DrainAsked(index))
+        return Answer(True, text)
+
     def _inject(self, request: FaultRequest) -> Answer:
         """Carry out a drill, or say what it would hit."""
         if not (self.drills_allowed or request.dry_run):
@@ -378,23 +397,4 @@ class Supervisor:
             self.guests.tell_late(last, self.state.rules.seats_max - 1, seconds, lambda: bool(signals.take()))
 
     def close(self) -> None:
-        """End what is left of every launch, by the bus where it can be heard; after an orderly end that is nothing."""
-        for recruit in self.muster.recruits.values():
-            if recruit.unheard and recruit.handle is not None:
-                recruit.handle.terminate()  # nothing can be said to it; its agent sees the end of its stdin
-        left = [r.handle for r in self.muster.recruits.values() if r.handle is not None and r.handle.poll() is None]
-        for incarnation in self.muster.recruits:
-            self.bus.send(incarnation, NodePlan(self.state.generation, PlanPhase.LEAVE), self.state.generation)
-        poller = select.poll()
-        for handle in left:
-            poller.register(handle.fileno(), select.POLLIN | select.POLLHUP)
-        end = self.clock.now + timeout("reap")
-        while left and self.clock.now < end:
-            poller.poll((end - self.clock.now) * 1000)
-            self.clock.tick(timeout("reap"))
-            for handle in [h for h in left if not h.read_lines() and h.at_end]:
-                poller.unregister(handle.fileno())
-                left.remove(handle)
-        for recruit in self.muster.recruits.values():
-            if recruit.handle is not None:
-                recruit.handle.close()
+        part(self.muster.recruits, self.bus, self.clock, self.state.generation)

@@ -245,7 +245,7 @@ class Copier:
         if verdict.findings:
             self._found(verdict.findings, Stamp(order.footing.generation, version))
         if decided.halt and in_memory:
-            self._halt.keep(version, order.left)
+            self._halt.keep(Stamp(order.footing.generation, version), order.left)
             order.check()
         elif order.odd:
             self._await_replacement(order)

@@ -1,4 +1,4 @@
-"""Before a job is stopped: all ranks come to one version, see that it is complete, and change nothing until they are ended.
+"""Before a job stops, or leaves a node: all ranks come to one version, see that it is complete, and change nothing more.
 
 Threads: the one that brings notices asks; the copier's tells all others in its round, and stays in the step's copy; the main
 thread, which waits for that copy, lets a script go on that handles the signal itself.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
+from phoenix_launch.copies import Stamp
 from phoenix_launch.processes import POLITE_SIGNALS
 
 _LOOK_UP: Final = 0.05  # seconds
@@ -20,7 +21,7 @@ _LOOK_UP: Final = 0.05  # seconds
 class Halt:
     """One a process. `report`: says that it has come to this version."""
 
-    def __init__(self, report: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, report: Callable[[Stamp], None] = lambda _: None) -> None:
         self._report = report
         self._asked, self._released = threading.Event(), threading.Event()
         self._kept, self._here = False, threading.Event()  # a version; and the main thread waits for its copy
@@ -30,20 +31,28 @@ class Halt:
     def asked(self) -> bool:
         return self._asked.is_set() and not self._released.is_set()
 
-    def ask(self) -> None:
-        """All ranks are to halt, this one has heard of it."""
-        self._asked.set()
+    def ask(self, wanted: bool) -> None:
+        """Whether all ranks are to halt, as far as this one has heard."""
+        if wanted:
+            self._asked.set()
+        else:
+            self._asked.clear()
 
-    def keep(self, version: int, left: threading.Event) -> None:
+    def keep(self, stamp: Stamp, left: threading.Event) -> None:
         """On the copier's thread: this version is complete. Returns when the step is aborted, or the script goes on.
 
         Nobody is told before the main thread waits: the signal that follows would find handlers that do not let it go on.
         """
+        self._here.clear()
         self._kept, said = True, False
+        asked = self.asked  # if not, another rank was, and this one will be
         while not left.wait(_LOOK_UP) and not self._released.is_set():
+            asked = asked or self.asked
+            if asked and not self.asked:  # it has come to nothing
+                break
             if not said and self._here.is_set():
                 said = True
-                self._report(version)
+                self._report(stamp)
         self._kept = False
 
     def look(self) -> None:
@@ -53,7 +62,7 @@ class Halt:
         if threading.current_thread() is threading.main_thread():
             for number in POLITE_SIGNALS:
                 own = signal.getsignal(number)
-                if callable(own) and own is not signal.default_int_handler:
+                if callable(own) and own not in (signal.default_int_handler, self._handle):
                     self._own[number] = own
                     signal.signal(number, self._handle)
         self._here.set()

@@ -11,6 +11,7 @@ import pytest
 from checkpoint_nodes import G1, CheckpointNode
 from test_copier import Rank, kept
 
+from phoenix_launch.copies import Stamp
 from phoenix_runtime import StepAborted
 from phoenix_runtime.checkpoint.halting import Halt
 
@@ -21,7 +22,7 @@ class Halted:
     """A rank whose main thread is in a step's wait, and what it has reported."""
 
     def __init__(self, nodes: list[CheckpointNode], interval: int) -> None:
-        self.reported: list[int] = []
+        self.reported: list[Stamp] = []
         self.halt = Halt(self.reported.append)
         self.rank = Rank(nodes, interval=interval, halt=self.halt)
         self.ended: list[BaseException | None] = []
@@ -65,10 +66,10 @@ def test_it_copies_the_version_and_stays(
     one = halted(interval)
     for _ in range(3):
         one.rank.step()
-    one.halt.ask()
+    one.halt.ask(True)
     one.thread.start()
     eventually(lambda: one.reported, what="its word that it has halted")
-    assert (one.reported, one.rank.copier.complete, one.rank.state.step) == ([3], 3, 3)
+    assert (one.reported, one.rank.copier.complete, one.rank.state.step) == ([Stamp(G1, 3)], 3, 3)
     for node in one.rank.nodes:
         node.until_kept(*kept(2, 3) if interval == 1 else kept(0, 3))
     assert not one.ended, "its optimizer has not stepped"
@@ -83,7 +84,7 @@ def test_a_script_that_handles_the_signal_comes_to_the_end_of_its_step(
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         one.rank.step()
-        one.halt.ask()
+        one.halt.ask(True)
         sender = threading.Thread(
             target=lambda: (eventually(lambda: one.reported), signal.pthread_kill(main, signal.SIGTERM))
         )
@@ -93,6 +94,6 @@ def test_a_script_that_handles_the_signal_comes_to_the_end_of_its_step(
         sender.join(10.0)
         assert (heard, one.rank.state.step) == ([signal.SIGTERM], 2)
         one.rank.step()
-        assert one.reported == [1], "it does not halt again"
+        assert one.reported == [Stamp(G1, 1)], "it does not halt again"
     finally:
         signal.signal(signal.SIGTERM, before)
