@@ -125,6 +125,7 @@ class SlotsKept(Message, frozen=True):
 
     generation: Generation
     kept: tuple[KeptSlot, ...]
+    sent: int = 0  # bytes that this server has sent to others', for safety
 
 
 # --- worker <-> checkpoint server ------------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ class NodeReport(Message, frozen=True):
     offered: Generation = NO_GENERATION  # nobody of an older generation writes to its slots any more; they are:
     kept: tuple[KeptSlot, ...] = ()
     slots: SlotPeer | None = None  # where its checkpoint server is
+    sent: int = 0  # bytes of copies that it has sent to other nodes'
     published: Published | None = None  # the last checkpoint on disk that it was told to make visible
 
 

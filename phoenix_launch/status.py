@@ -33,6 +33,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # starting, ready, suspect, lost, drained; left: the job has ended
     spares: int  # processes parked there, ready to become any rank
     host: str = ""  # empty: simulated
+    sent_bytes: int = 0  # of copies, to other nodes, as its checkpoint server counts since it was started
 
 
 class CopyStatus(msgspec.Struct, frozen=True):

@@ -184,7 +184,7 @@ def _give(link: PeerLink, memory: SlotMemory, complete: int, expected: int = 0, 
     _say(link, offer)
     if isinstance(_hear(link, Take, Held), Held):
         return
-    link.send_from(memory, PAGE_BYTES, extent.data_offset)
+    link.send_from(memory, PAGE_BYTES, extent.data_offset, pace)
     crc = _send_data(link, memory, found, pace)
     _say(link, Sums(link.digest(memory.view[PAGE_BYTES : extent.data_offset]), crc))
     _hear(link, Held)

@@ -163,7 +163,7 @@ class Server:
             kept = self.pairs.kept()
             if kept != told:
                 told = kept
-                self._say(SlotsKept(*kept))
+                self._say(SlotsKept(*kept, self._pace.total))
 
     # --- the doors ---
 

@@ -75,6 +75,7 @@ def node_report(
         offered=offered,
         kept=offer_of,
         slots=slots,
+        sent=kept.sent if kept is not None else 0,
         published=published,
     )
 

@@ -348,6 +348,7 @@ class Chronicle:
                 state=NodeState.DRAINED.value if m.avoided and m.alive and not m.draining else m.state.value,
                 spares=m.parked if m.state is not NodeState.LOST else 0,
                 host=self.hosts.get(m.index, ""),
+                sent_bytes=self.reports[m.index].sent if m.index in self.reports else 0,
             )
             for m in state.members.values()
         )

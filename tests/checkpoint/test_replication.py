@@ -16,7 +16,7 @@ import pytest
 from checkpoint_nodes import G1, G2, SECONDS, CheckpointNode, copy, read
 from two_ends import ME, SECRET, SIZE, Host, PeerAt, Relay, empty_pairs, extent_in, sealed_pairs
 
-from phoenix_launch.checkpoint import cipher, peer_link, replication
+from phoenix_launch.checkpoint import cipher, header, peer_link, replication
 from phoenix_launch.checkpoint.pace import Pace
 from phoenix_launch.checkpoint.pairs import SlotPairs, SlotRefusedError, Standing, Wish
 from phoenix_launch.checkpoint.peer_link import Identity, Memory, PeerLink
@@ -335,14 +335,17 @@ def test_a_node_sends_no_faster_than_it_may_whoever_it_sends_to() -> None:
 
 
 def test_a_paced_copy_takes_its_time_and_is_whole() -> None:
-    source, target = sealed_pairs(), empty_pairs()
+    source, target, pace = sealed_pairs(), empty_pairs(), Pace(10 * SIZE)
     began = time.monotonic()
     with Host(target, ME) as host:
         link = peer_link.call("127.0.0.1", host.port, ME, SECONDS, SECONDS)
         with contextlib.closing(link):
-            replication.replicate(link, source, "b", Stamp(G1, 3), -1, Pace(10 * SIZE))
+            replication.replicate(link, source, "b", Stamp(G1, 3), -1, pace)
     assert 0.1 <= time.monotonic() - began < 1.0
     assert target.kept()[1] == source.kept()[1]
+    with source.reading("b", Stamp(G1, 3)) as memory:
+        assert memory is not None and (found := header.read(memory.view)) is not None
+        assert pace.total == found.extent.total - header.PAGE_BYTES, "table, extras and data, once"
 
 
 def test_a_paced_sender_leaves_at_once_when_the_link_is_shut() -> None:
