@@ -9,7 +9,7 @@ _phoenix_run() {
     local typed=" ${COMP_WORDS[*]:0:COMP_CWORD} "
     COMPREPLY=()
     case ${COMP_WORDS[1]} in
-        run | status | jobs | logs | stop | resume | drain | inject-fault | drill | config | keygen | completion) ((COMP_CWORD > 1)) && verb=${COMP_WORDS[1]} first=2 ;;
+        run | status | jobs | logs | stop | resume | add-host | drain | inject-fault | drill | config | keygen | completion) ((COMP_CWORD > 1)) && verb=${COMP_WORDS[1]} first=2 ;;
     esac
     local valued=" --nproc-per-node --start-method --preload --env --job-name --nodes --spares --hostfile --local-spares --interface --port-range --ssh --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --master-addr --master-port --local-addr --role --numa-binding --monitor-interval --event-log-handler --logs-specs --checkpoint-dir --checkpoint-interval --keep --max-restarts --max-failures-per-host --signals-to-handle --shutdown-timeout --heartbeat-timeout --hang-timeout --spare-timeout --orphan-timeout --join-timeout --exit-code --rehearse --drill --snapshot-interval --replicas --replica-distance --verify-replicas --replica-bandwidth --copy-memory --log-dir --redirects -r --tee -t --local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --prefix --prune --rank --node --job --duration --every --count --mtbf --seed --plan --patience "
     case $verb in
@@ -47,6 +47,7 @@ _phoenix_run() {
         logs) options="--rank --node --follow" ;;
         stop) options="" ;;
         resume) options="--force --detach" ;;
+        add-host) options="" ;;
         drain) options="" ;;
         inject-fault) options="--rank --node --job --duration --every --count --mtbf --seed --dry-run" ;;
         drill) options="--plan --patience" ;;
@@ -69,7 +70,7 @@ _phoenix_run() {
         completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$word")) ;;
         run)
             COMPREPLY=($(compgen -f -- "$word"))
-            ((COMP_CWORD == 1)) && COMPREPLY+=($(compgen -W "run status jobs logs stop resume drain inject-fault drill config keygen completion" -- "$word"))
+            ((COMP_CWORD == 1)) && COMPREPLY+=($(compgen -W "run status jobs logs stop resume add-host drain inject-fault drill config keygen completion" -- "$word"))
             ;;
         config) COMPREPLY=($(compgen -f -- "$word")) ;;
     esac

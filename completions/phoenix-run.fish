@@ -2,7 +2,7 @@
 
 function __phoenix_run_verb
     set -l words (commandline -opc)
-    if test (count $words) -gt 1; and contains -- $words[2] run status jobs logs stop resume drain inject-fault drill config keygen completion
+    if test (count $words) -gt 1; and contains -- $words[2] run status jobs logs stop resume add-host drain inject-fault drill config keygen completion
         echo $words[2]
     else
         echo run
@@ -20,6 +20,7 @@ complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a jobs -d 'L
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a logs -d 'Show what the workers of a job wrote.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a stop -d 'End a job as SIGTERM would, and wait until it has ended.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a resume -d 'Take over a job whose supervisor is gone.'
+complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a add-host -d 'Give a running job one more host, as a spare node.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a drain -d 'Move a node\'s ranks to a spare node and let the node go.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a inject-fault -d 'Harm a running job on purpose: kill, freeze, hang, slow ... a rank or a node.'
 complete -c phoenix-run -n 'test (count (commandline -opc)) -eq 1' -a drill -d 'Do the drills of a file on a running job, one after the other, and say what became of each.'
@@ -110,6 +111,8 @@ complete -c phoenix-run -n 'test (__phoenix_run_verb) = resume' -l force -d 'Als
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = resume' -l detach -d 'Go on in the background; SIGHUP is ignored.'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = resume' -s h -l help -d 'show this and exit'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = resume' -f -a '(__phoenix_run_jobs)'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = add-host' -s h -l help -d 'show this and exit'
+complete -c phoenix-run -n 'test (__phoenix_run_verb) = add-host' -f
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = drain' -s h -l help -d 'show this and exit'
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = drain' -f
 complete -c phoenix-run -n 'test (__phoenix_run_verb) = inject-fault' -l rank -x -d 'The rank whose process (or whose node) is harmed.'

@@ -49,6 +49,23 @@ class DrainRequest(Message, frozen=True):
     node: str
 
 
+class AddHostRequest(Message, frozen=True):
+    """add-host; said again it asks what became of it."""
+
+    host: str
+
+
+class HostStage(enum.Enum):
+    COMING = "coming"
+    READY = "ready"
+    REFUSED = "refused"
+
+
+class HostReply(Message, frozen=True):
+    stage: HostStage
+    text: str
+
+
 class FaultRequest(Message, frozen=True):
     """inject-fault: `node` is an index or a name, empty when `rank` is meant. `value`: an exit code, a factor; `duration`:
     seconds, 0: to the end (of a frozen node: `drills.FROZEN_SECONDS`)."""
@@ -68,7 +85,7 @@ class Answer(Message, frozen=True):
     text: str = ""
 
 
-FromCommand = StatusRequest | StopRequest | DrainRequest | FaultRequest
-ToCommand = StatusReply | Answer
+FromCommand = StatusRequest | StopRequest | DrainRequest | AddHostRequest | FaultRequest
+ToCommand = StatusReply | HostReply | Answer
 
 ANSWERS: Final = msgspec.msgpack.Decoder(Envelope[ToCommand])

@@ -19,6 +19,7 @@ VERBS: Final = {  # and the first line of each verb's docstring, so that the hel
     "logs": "Show what the workers of a job wrote.",
     "stop": "End a job as SIGTERM would, and wait until it has ended.",
     "resume": "Take over a job whose supervisor is gone.",
+    "add-host": "Give a running job one more host, as a spare node.",
     "drain": "Move a node's ranks to a spare node and let the node go.",
     "inject-fault": "Harm a running job on purpose: kill, freeze, hang, slow ... a rank or a node.",
     "drill": "Do the drills of a file on a running job, one after the other, and say what became of each.",

@@ -61,6 +61,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class HostAdded:
+    """This node is wanted (again), whatever became of it before."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class GaveUp:
     """Something outside this machine decides the end (preflight of a start that cannot work ...)."""
 
@@ -112,6 +119,7 @@ Event = (
     | AgentEnded
     | StopAsked
     | DrainAsked
+    | HostAdded
     | GaveUp
     | OutputHeld
     | StacksTaken

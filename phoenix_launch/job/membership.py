@@ -22,6 +22,7 @@ from phoenix_launch.job.events import (
     Event,
     FaultFound,
     GaveUp,
+    HostAdded,
     OutputHeld,
     Reported,
     Resumed,
@@ -77,6 +78,9 @@ class _Transition(Corrupted, Resuming, Starting, Draining):
                 self._stop(signal)
             case DrainAsked(index):
                 self._drain(index)
+            case HostAdded(index):
+                if index in self.state.members and not self.state.members[index].alive:
+                    self._update(index, failures=0, avoided=False)
             case GaveUp(outcome):
                 if self.state.phase is not Phase.LEAVING:
                     self._leave(outcome)

@@ -39,6 +39,7 @@ from phoenix_launch.records.folders import (
     settings_document,
 )
 from phoenix_launch.settings import RunSettings, timeout
+from phoenix_launch.supervision.additions import Additions
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.guests import Guests
@@ -167,6 +168,12 @@ def _supervisor(
         chronicle.outputs[spec.index] = given.output
         return given
 
+    def named(spec: NodeSpec) -> None:
+        chronicle.hosts[spec.index] = spec.host
+        record = job.folder.read_record()
+        if all(node.index != spec.index for node in record.nodes):
+            job.folder.write_record(msgspec.structs.replace(record, nodes=(*record.nodes, _job_node(job, spec))))
+
     muster = Muster(
         bus=bus,
         expected=_expected(job),
@@ -198,6 +205,7 @@ def _supervisor(
         ),
         state=membership.start(_rules(job), term, time.monotonic()),
         keeper=Keeper(job.folder, muster, wide, term),
+        additions=Additions(muster, job.on_hosts, named),
         prepare=lambda recruit, state, now: wide.prepare(recruit, state, now, console.say),
         guests=Guests(bus, reception.answer if job.joining else None),
         drills=[parse_plan(text) for text in settings.drills],
@@ -279,8 +287,10 @@ def _write_record(job: Job, bus: SupervisorBus, term: int) -> None:
             argv=tuple(sys.argv),
             cwd=job.cwd,
             settings=settings_document(job.settings),
-            nodes=tuple(
-                JobNode(s.name, s.index, s.host, s.python or sys.executable, str(job.logs_of(s))) for s in job.specs
-            ),
+            nodes=tuple(_job_node(job, spec) for spec in job.specs),
         )
     )
+
+
+def _job_node(job: Job, spec: NodeSpec) -> JobNode:
+    return JobNode(spec.name, spec.index, spec.host, spec.python or sys.executable, str(job.logs_of(spec)))

@@ -97,6 +97,7 @@ class Muster:
     attempts: dict[int, int] = field(default_factory=dict)  # relaunches since it was lost, by node
     specs: dict[int, NodeSpec] = field(default_factory=dict)  # of the nodes that were launched from here
     refusals: dict[int, str] = field(default_factory=dict)  # why a node that came later was not admitted, once each
+    failures: dict[int, str] = field(default_factory=dict)  # why the last launch of a node came to nothing
     remarks: list[str] = field(default_factory=list)  # for the user
     turned_away: list[tuple[str, str]] = field(default_factory=list)  # (incarnation, why) of hosts that came themselves
     began: float = 0.0
@@ -171,6 +172,17 @@ class Muster:
         if index in self.specs:
             self.attempts[index] = 0
             self._launch_later(self.specs[index], now)
+
+    def wants(self, index: int) -> bool:
+        """Whether a launch of this node is under way, or to come."""
+        later = [*self.waiting, *(spec for _, spec in self.again)]
+        return not self.is_gone(index) or any(spec.index == index for spec in later)
+
+    def forget(self, index: int) -> None:
+        """Do not launch it again, unless that is asked for anew."""
+        self.again = [(when, spec) for when, spec in self.again if spec.index != index]
+        for gone in (self.attempts, self.failures, self.refusals):
+            gone.pop(index, None)
 
     def _launch_later(self, spec: NodeSpec, now: float) -> None:
         attempt = self.attempts.get(spec.index, 0)
@@ -290,6 +302,7 @@ class Muster:
                 recruit.failure = problems[0].what
                 self._say_refused(recruit)
             if recruit.failure:
+                self.failures[recruit.spec.index] = recruit.failure
                 if recruit.handle is None:
                     self.turned_away.append((recruit.incarnation, recruit.failure))
                 self.dismiss(recruit.incarnation)

@@ -17,6 +17,7 @@ import zmq
 from phoenix_launch.bus.supervisor import PeerKind, Received, SupervisorBus
 from phoenix_launch.clock import OwnClock
 from phoenix_launch.command_messages import (
+    AddHostRequest,
     Answer,
     DrainRequest,
     DrillKind,
@@ -39,7 +40,6 @@ from phoenix_launch.job.wishes import Wish
 from phoenix_launch.messages import (
     Body,
     Deposed,
-    Drill,
     Farewell,
     Hello,
     JobEnded,
@@ -58,10 +58,12 @@ from phoenix_launch.messages import (
 from phoenix_launch.settings import timeout
 from phoenix_launch.status import encode_status
 from phoenix_launch.supervision import start_words as words
+from phoenix_launch.supervision.additions import Additions
 from phoenix_launch.supervision.chronicle import Chronicle
 from phoenix_launch.supervision.console import Console
 from phoenix_launch.supervision.guests import Guests
 from phoenix_launch.supervision.handover import Keeper
+from phoenix_launch.supervision.injection import inject
 from phoenix_launch.supervision.muster import Muster, Recruit
 from phoenix_launch.supervision.parting import part
 from phoenix_launch.supervision.signals import SignalPipe
@@ -95,6 +97,7 @@ class Supervisor:
     prepare: Callable[[Recruit, State, float], Prepare | None]  # what a node that was found fit is to load; None: later
     guests: Guests  # hosts that started the same command
     keeper: Keeper
+    additions: Additions
     inherited: Resumed | None = None  # from another supervisor
     drills: list[DrillPlan] = field(default_factory=list)
     drills_allowed: bool = False
@@ -187,6 +190,8 @@ class Supervisor:
             self._answer(received, self._inject(body))
         elif peer.kind is PeerKind.CONTROL and isinstance(body, DrainRequest):
             self._answer(received, self._drain(body.node))
+        elif peer.kind is PeerKind.CONTROL and isinstance(body, AddHostRequest):
+            self._answer(received, self._add_host(body.host))
         else:
             self._answer(received, Answer(False, f"a {peer.kind.value} key does not allow this"))
 
@@ -256,8 +261,6 @@ class Supervisor:
         if hurried := words.hurried(number, before, self.state, again=self._stops > 0, held=self._holding):
             self.console.say(f"phoenix-run: {hurried}")
         self._stops += 1
-
-    # --- what follows ------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Recruit]:
         """Deadlines, musters, drills, wishes. Returns nodes that were launched just now."""
@@ -367,27 +370,23 @@ class Supervisor:
         return Answer(True, text)
 
     def _inject(self, request: FaultRequest) -> Answer:
-        """Carry out a drill, or say what it would hit."""
-        if not (self.drills_allowed or request.dry_run):
-            return Answer(False, "this job was not started with --allow-drills (only --dry-run is possible)")
-        try:
-            target = drills.find_target(self.state, request.kind, request.rank, request.node, request.value)
-        except PhoenixError as error:
-            return Answer(False, error.message)
-        text = f"{request.kind.value} {target.text}"
-        if request.dry_run:
-            return Answer(True, f"would {text}")
-        if request.kind is DrillKind.KILL_NODE:
+        answer, target = inject(request, self.state, self.chronicle, self.bus, allowed=self.drills_allowed)
+        if target is not None and request.kind is DrillKind.KILL_NODE:
             self._powered_off.add(target.node)  # a host that lost power does not come back by itself
-        duration = drills.lasting(request.kind, request.duration)
-        self.chronicle.drill(request.kind.value, target, self.state, duration)
-        if request.kind is DrillKind.KILL_SUPERVISOR:
+        if target is not None and request.kind is DrillKind.KILL_SUPERVISOR:
             self._dies_at = self.clock.now + TICK  # when whoever asked for it has its answer
-            return Answer(True, text)
-        incarnation = self.state.members[target.node].incarnation
-        drill = Drill(request.kind, target.rank, request.value, duration)
-        self.bus.send(incarnation, drill, self.state.generation)
-        return Answer(True, text)
+        return answer
+
+    def _add_host(self, word: str) -> Body:
+        try:
+            reply, wanted = self.additions.ask(word, self.state)
+        except PhoenixError as error:
+            return Answer(False, f"{error.message} ({error.hint})" if error.hint else error.message)
+        if wanted is not None:
+            self.console.say(f"phoenix-run: {reply.text}")
+            self._powered_off.discard(wanted)
+            self._apply(job_events.HostAdded(wanted))
+        return reply
 
     def _refuse(self, last: JobEnded, signals: SignalPipe) -> None:
         self.guests.say_goodbye(last.exit_code, last.text)
