@@ -13,6 +13,10 @@ from typing import Final, TypeVar
 
 import psutil
 import pytest
+from hypothesis import settings
+
+settings.register_profile("noisy machines", deadline=None)  # how long an example takes says nothing there
+settings.load_profile("noisy machines")
 
 T = TypeVar("T")
 

@@ -191,7 +191,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         bus=bus, console=console, chronicle=chronicle, muster=muster, guests=Guests(bus),
         identity=JobIdentity(job="job-0000", run_id="r", role="default", max_restarts=0, signals=()),
         state=membership.start(Rules(seats_min=2, seats_max=2, heartbeat_timeout=NO_TICK), 1, 0.0),
-        prepare=lambda *_: Prepare({}, 1), keeper=cast(Keeper, Nothing()),
+        prepare=lambda *_: Prepare({}, 1), keeper=cast(Keeper, Nothing()), additions=cast(Any, None),
     )  # fmt: skip
     nodes = []
     for index in range(NODES):

@@ -300,10 +300,16 @@ def test_who_sits_between_two_ends_and_speaks_tls_with_both_is_found_out_by_them
     def wrap(sock: socket.socket, calling: bool) -> socket.socket:
         return cipher.wrapped(sock, calling=calling, seconds=SECONDS)[0]
 
-    refused = pytest.raises(ProtocolError, match="does not know the job's key")
-    with Host(target, SECRET) as host, Relay(host.port, wrap) as relay, refused:
-        peer_link.call("127.0.0.1", relay.port, SECRET, SECONDS, SECONDS)
-    assert host.error is not None and target.kept()[1] == ()
+    found: list[str] = []
+    for _ in range(20):  # its two threads share a TLS connection, so that it may hang up before anybody has found out
+        refused = pytest.raises((ProtocolError, OSError))
+        with Host(target, SECRET) as host, Relay(host.port, wrap) as relay, refused as caller:
+            peer_link.call("127.0.0.1", relay.port, SECRET, SECONDS, SECONDS)
+        assert host.error is not None and target.kept()[1] == ()
+        found += [str(error) for error in (caller.value, host.error) if isinstance(error, ProtocolError)]
+        if found:
+            break
+    assert any("does not know the job's key" in why for why in found)
 
 
 @pytest.mark.parametrize("plain", ["caller", "host"])
