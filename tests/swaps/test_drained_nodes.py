@@ -22,7 +22,8 @@ def digests(done: Done) -> dict[int, str]:
     return {line["rank"]: line["digest"] for line in lines}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "zero"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "zero"])
 def test_a_node_is_drained_and_no_step_that_was_done_is_run_again(
     kind: str, tmp_path: Path, eventually: Eventually
 ) -> None:

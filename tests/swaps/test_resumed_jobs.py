@@ -96,6 +96,7 @@ def gone(pid: int) -> bool:
     return look_up(pid) is None
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_supervisor_and_another_one_repairs_the_next_fault(drill: Drill) -> None:
     drill.at(12)
     drill.kill_supervisor()
